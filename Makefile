@@ -25,7 +25,7 @@ DOCS := $(DOCS_VENV)/.installed
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 CLANG_SOURCES := $(filter %.cpp %.h %.hpp %.cu %.cuh,$(SOURCES))
 
-.PHONY: help setup programs demo test check-vllm gpu-check lint format docs dist bench soak clean
+.PHONY: help setup programs demo test check-vllm gpu-check gpu-dry-run lint format docs dist bench soak clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test    run the tests        (ARGS=\"tests/store -x\"; ALL=1: exhaustive grids, too)"
 	@echo "make check-vllm  compare what is used of vLLM with another version (VERSION=latest)"
 	@echo "make gpu-check  compile the Triton kernels for GPUs that need not be there, and compare"
+	@echo "make gpu-dry-run  run what a GPU engine runs on a device double, for GPUs that need not be there"
 	@echo "make lint    ruff, mypy, pyright (on the examples), clang-format: check only"
 	@echo "make format  ruff, clang-format: change the files"
 	@echo "make docs    build the site into site/, strictly: words, links, names of the API"
@@ -72,6 +73,9 @@ check-vllm: $(PACKAGE)
 
 gpu-check: $(PACKAGE)
 	@$(BIN)/python -m tools.gpu_check $(ARGS)
+
+gpu-dry-run: $(PACKAGE)
+	@$(BIN)/python -m tools.gpu_dry_run $(ARGS)
 
 lint: $(PACKAGE)
 	@echo "== ruff check" && $(BIN)/ruff check .

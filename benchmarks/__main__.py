@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short form of the benchmarks, then the tables of RESULTS.md from their CSV files.
+"""The short form of the benchmarks, then the tables of pages from their CSV files.
 
 python -m benchmarks            about a quarter of an hour on 2 idle cores
 python -m benchmarks ttft       some of them
-python -m benchmarks --page     measure nothing; fill the tables of RESULTS.md and docs/gpu.md
+python -m benchmarks --page     measure nothing; fill the tables of RESULTS.md and of pages in docs/
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.harness.record import BENCHMARKS, RESULTS, TABLE_PAGES
+from benchmarks.harness.record import BENCHMARKS, PAGES, RESULTS
 from benchmarks.harness.tables import filled
 from benchmarks.tables import TABLES
 
@@ -50,7 +50,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 2",),
-    "states": ("benchmarks.states --turns 8 --passes 1",),
+    "states": (
+        "benchmarks.states --turns 8 --passes 1",
+        "benchmarks.states.orders --passes 1 --turns 1 --judged 2",
+    ),
     "memory": ("benchmarks.memory",),
     "session": ("benchmarks.memory.long_session",),
     "attention": tuple(
@@ -80,8 +83,7 @@ def main() -> int:
         RESULTS.mkdir(exist_ok=True)
         missed = [name for name in args.names or _DEFAULT if not _run(name)]
     write_pages()
-    pages = (str(page.relative_to(BENCHMARKS.parent)) for page in TABLE_PAGES)
-    print(f"Written: {', '.join(pages)}")
+    print(f"Written: {', '.join(str(page.relative_to(BENCHMARKS.parent)) for page in PAGES)}")
     if missed:
         print(f"Failed, or below the bar: {', '.join(missed)}", file=sys.stderr)
     return int(bool(missed))
@@ -100,8 +102,8 @@ def _run(name: str) -> bool:
 
 
 def write_pages() -> None:
-    """Fill the tables of RESULTS.md and docs/gpu.md from CSV files; sentences stay as they are."""
-    for page in TABLE_PAGES:
+    """Fill the tables of all pages from the CSV files; their sentences stay as they are."""
+    for page in PAGES:
         page.write_text(filled(page.read_text(), TABLES))
 
 

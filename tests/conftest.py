@@ -33,6 +33,9 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; enough for about 23,000 tokens of the embedded model
     # Seconds; a server may close an idle connection while the next request is on its way.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
+    # On GPUs vLLM's Triton attention would round the factors of its products to 10 bits (TF32), and
+    # be further from the oracle than float32's tolerance allows.
+    "TRITON_F32_DEFAULT": "ieee",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # a test that needs the network must fail at once, everywhere

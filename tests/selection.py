@@ -40,12 +40,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """So many inputs of each law of which hypothesis draws them, where a test names no number.
 
-    How long they take says nothing: other processes share the cores.
+    The ordinary pass draws the same every time, so that nobody's change fails by what it has not
+    touched; the exhaustive one looks for new ones. How long they take says nothing: other processes
+    share the cores.
     """
     from hypothesis import HealthCheck, settings
 
     untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("some", untimed, max_examples=40)
+    settings.register_profile("some", untimed, max_examples=40, derandomize=True)
     settings.register_profile("all", untimed, max_examples=80)
     settings.load_profile("all" if config.getoption("all") else "some")
 

@@ -61,6 +61,8 @@ class ServerConfig:
             keys, else "seen".
         auto_max_messages, auto_max_tokens: messages, and their tokens, that a tenant's chats keep;
             half of the limits of a session, if that is less.
+        pair_content: True if servers of a pair (`--choreo-pair`, `--choreo-keep`) exchange the
+            parts of chats that name no messages, too, by what they hold (docs/variants.md).
         page: True to serve the page of a session's messages.
     """
 
@@ -81,6 +83,7 @@ class ServerConfig:
     auto_context: _Context = ""
     auto_max_messages: _Count = 2_000
     auto_max_tokens: _Count = 2_000_000
+    pair_content: _Switch = False
     page: _Switch = False
 
     def __post_init__(self) -> None:
@@ -102,10 +105,14 @@ class ChoreoConfig:
         pinned_share: the part of the KV cache that pinned messages may hold.
         host_memory_gib: memory outside the KV cache that keeps evicted messages, in GiB; 0: they
             are encoded again.
+        window_groups: True if layers with sliding windows are KV cache groups of their own, in
+            which a message keeps what a reader right behind it sees; False: they keep all.
         hidden_memory_gib: memory of each worker for hidden states that calls have kept
             (`keep_hidden`), for repair by layers, in GiB; 0: neither is possible.
         tokens_per_state: in models with states in place of keys and values, the tokens of the KV
             cache for each state that the engine keeps, of a message or of a running request.
+        composed_states: True if such models keep with each state what its message does to any,
+            so that calls read messages in any order; False: they read chains alone.
         max_copies_per_session, max_copied_tokens_per_session: copies, and their tokens, that the
             engine keeps for exact and repaired calls of a session; a parent of a copy counts as a
             token. Beyond that, copies that were not read for longest make room, and are encoded
@@ -122,8 +129,10 @@ class ChoreoConfig:
     tenant_share: _Share = 1.0
     pinned_share: _ShareOr0 = 0.5
     host_memory_gib: _NumberOr0 = 0.0
+    window_groups: _Switch = False
     hidden_memory_gib: _NumberOr0 = 0.0
     tokens_per_state: _Count = 256
+    composed_states: _Switch = False
     max_copies_per_session: _Count = 10_000
     max_copied_tokens_per_session: _Count = 10_000_000
     keep_key: str = ""

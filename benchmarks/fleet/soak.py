@@ -37,6 +37,14 @@ _AT_A_TIME = 12  # sessions
 _VOCAB = (3, 512)  # of the tiny model, special tokens left out
 _BLOCK_SIZE = 32
 _BLOCKS = 160  # of an engine: room for half of what the sessions at a time hold
+# Engines side by side: none takes all memory, or the first core alone.
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+_TOLD_EVERY = 500  # calls
 
 
 def main() -> int:
@@ -47,6 +55,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    os.environ.update(_ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model("llama", Path(folder))
         soak = _Soak(model, args)
@@ -113,6 +122,7 @@ class _Soak:
 
     async def _run_on(self, llm: Any) -> dict[str, Any]:
         from vllm_choreo.api.fleet import fleet_of, totals_by_engine
+        from vllm_choreo.api.fleet_transfer import FolderTransfer
 
         fleet = fleet_of(llm)
         assert fleet is not None, "there are several engines"
@@ -128,7 +138,8 @@ class _Soak:
         while sum(llm.engine_core.starts) - fleet.num_engines < len(self._killed):
             await asyncio.sleep(0.1)
         totals = await totals_by_engine(llm)
-        states = fleet.describe()
+        states, transfer = fleet.describe(), fleet.mover.transfer
+        assert isinstance(transfer, FolderTransfer), "all engines are on this machine"
         return {
             "engines": fleet.num_engines,
             "sessions": self._args.sessions,
@@ -142,7 +153,7 @@ class _Soak:
             "lost_sessions": sum(notes.is_lost for notes in self._notes),
             "failed_calls": self._num_failed,
             "blocks_left": sum(found["num_blocks"] for found in totals.values()),
-            "files_left": len(list(fleet.mover.folder.iterdir())),
+            "files_left": len(list(transfer.files.folder.iterdir())),
         }
 
     # -- one session -----------------------------------------------------------------------------
@@ -204,7 +215,9 @@ class _Soak:
 
     async def _count(self, llm: Any, num_calls: int) -> None:
         """Count calls; each time that enough are over, kill an engine as soon as all run."""
-        self._num_calls += num_calls
+        before, self._num_calls = self._num_calls, self._num_calls + num_calls
+        if before // _TOLD_EVERY != self._num_calls // _TOLD_EVERY:
+            print(f"{self._num_calls} calls, {len(self._killed)} kills", flush=True)
         kills, client = self._args.kills, llm.engine_core
         due = min(kills, self._num_calls * (kills + 1) // self._args.calls)
         while len(self._killed) < due:

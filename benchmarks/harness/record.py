@@ -16,8 +16,9 @@ from typing import Any
 BENCHMARKS = Path(__file__).parent.parent
 RESULTS = BENCHMARKS / "results"
 RESULTS_PAGE = BENCHMARKS / "RESULTS.md"
-# Pages with regions of tables; what is predicted stands apart from what was measured.
-TABLE_PAGES = (RESULTS_PAGE, BENCHMARKS.parent / "docs" / "gpu.md")
+# All pages whose tables are made of the CSV files.
+_DOCS = BENCHMARKS.parent / "docs"
+PAGES = (RESULTS_PAGE, *(_DOCS / name for name in ("papers.md", "fleet.md", "models.md", "gpu.md")))
 
 
 def machine() -> dict[str, Any]:

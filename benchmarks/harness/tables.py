@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables from CSV files, by declaration, and the regions of RESULTS.md that hold them.
+"""Tables from CSV files, by declaration, and the regions of pages that hold them.
 
 A `Table` names a file, what its lines are grouped by, and a cell for each column. Cells are made
-from values: `spread(of("ttft_s", 1e3, side="text"), ".0f")`. A region of RESULTS.md lists tables;
+from values: `spread(of("ttft_s", 1e3, side="text"), ".0f")`. A region of a page lists tables;
 they are followed by the commands that measured them.
 
     <!-- table: NAME, NAME -->

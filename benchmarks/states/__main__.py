@@ -13,22 +13,23 @@ of both are compared; in what is timed every answer is given, so that the texts 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.child import Child
-from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.states import engine
 from benchmarks.states.bars import bars_reached
-from benchmarks.states.tables import TABLES
+from benchmarks.states.sides import open_sides
+from benchmarks.states.tables import CHAIN_TABLES
 
+KV_HEADS = (2, 1)  # of models; the fewer, the larger a block of vLLM's prefix cache
 TURN_TOKENS = (100, 400)
 # Tokens with which all prompts of a batch begin: none, and more than two blocks of a prefix cache.
 BEGINNINGS = (0, 1400)
@@ -37,7 +38,7 @@ Tokens = list[int]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=20, help="of a conversation")
+    parser.add_argument("--turns", type=int, default=20, help="of a conversation; 0: none")
     parser.add_argument("--passes", type=int, default=2, help="each with processes of its own")
     parser.add_argument("--requests", type=int, default=12, help="ordinary ones in a batch")
     parser.add_argument("--batches", type=int, default=5, help="per side and pass")
@@ -45,27 +46,20 @@ def main() -> int:
     conversations: list[dict[str, Any]] = []
     batches: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = engine.make_model(Path(folder))
+        models = [engine.make_model(Path(folder, str(n)), n) for n in KV_HEADS]
         for number in range(1, args.passes + 1):
-            with _sides(model) as sides:
-                _check(sides)
-                conversations += _conversations(sides, number, args.turns)
-                batches += _batches(sides, number, args)
-    write_csv("states", conversations, **record())
+            for model in models:
+                with open_sides(model, engine.SIDES) as sides:
+                    _check(sides)
+                    if args.turns:
+                        conversations += _conversations(sides, number, args.turns)
+                    if model == models[0]:
+                        batches += _batches(sides, number, args)
+    if args.turns:
+        write_csv("states", conversations, **record())
     write_csv("states_ordinary", batches, **record())
-    print(as_text(TABLES.values()))
-    return int(not bars_reached(conversations, batches))
-
-
-@contextlib.contextmanager
-def _sides(model: Path) -> Iterator[dict[str, Child]]:
-    with contextlib.ExitStack() as stack:
-        yield {
-            side: stack.enter_context(
-                Child.of(engine.__name__, side, str(model), VLLM_PLUGINS=plugins)
-            )
-            for side, plugins in engine.SIDES.items()
-        }
+    print(as_text(CHAIN_TABLES.values()))
+    return int(not bars_reached(conversations or read_csv("states"), batches))
 
 
 def _check(sides: dict[str, Child]) -> None:
@@ -92,9 +86,11 @@ def _conversations(sides: dict[str, Child], number: int, num_turns: int) -> list
     ways = {"chain": (sides["plugin"], "choreo"), "stock": (sides["stock"], "baseline")}
     found = {way: _converse(*_asked(ways[way], turns)) for way in in_turn([*ways], number)}
     lengths = _text_lengths(turns)
+    block_size = sides["stock"].ask({"do": "block_size"})
     return [
         {
             "pass": number,
+            "block_size": block_size,
             "turn": turn,
             "side": way,
             "new_tokens": len(turns[turn]),
@@ -125,32 +121,32 @@ def _text_lengths(turns: Sequence[Tokens]) -> list[int]:
 def _batches(
     sides: dict[str, Child], number: int, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
+    """Batches of ordinary requests; what a warm one is asked begins as the one before."""
     rows = []
     for beginning in BEGINNINGS:
         rng = random.Random(f"{number} {beginning}")
         start = _draw(rng, beginning)
-        prompts = [start + _draw(rng, rng.randint(50, 300)) for _ in range(args.requests)]
-        expected = {name: side.ask(_batch(prompts))["tokens"] for name, side in sides.items()}
         for turn in range(args.batches):
-            for name in in_turn([*sides], turn):
-                answer = sides[name].ask(_batch(prompts))
-                if answer["tokens"] != expected["stock"]:
-                    raise SystemExit(f"{name} generated other tokens than stock vLLM")
-                num_tokens = sum(map(len, prompts)) + sum(map(len, answer["tokens"]))
-                rows.append(
+            for is_warm in (False, True) if beginning else (False,):
+                prompts = [start + _draw(rng, rng.randint(50, 300)) for _ in range(args.requests)]
+                asked = {"do": "batch", "prompts": prompts, "is_warm": is_warm}
+                found = {name: sides[name].ask({**asked}) for name in in_turn([*sides], turn)}
+                if found["plugin"]["tokens"] != found["stock"]["tokens"]:
+                    raise SystemExit("the plugin generated other tokens than stock vLLM")
+                num_tokens = sum(map(len, (*prompts, *found["stock"]["tokens"])))
+                rows += [
                     {
                         "pass": number,
                         "turn": turn,
                         "side": name,
                         "shared_tokens": beginning,
+                        "is_warm": int(is_warm),
+                        "cached_tokens": answer["cached_tokens"],
                         "tokens_per_s": round(num_tokens / answer["seconds"], 1),
                     }
-                )
+                    for name, answer in found.items()
+                ]
     return rows
-
-
-def _batch(prompts: list[Tokens]) -> dict[str, Any]:
-    return {"do": "batch", "prompts": prompts}
 
 
 def _turns(seed: int, num_turns: int) -> list[Tokens]:

@@ -24,22 +24,18 @@ def _rate(side: str) -> Cell:
     return spread(of("tokens_per_s", side=side), ".0f")
 
 
-def _against(rows: Rows) -> str:
-    return middle(against_stock(int(rows[0]["shared_tokens"])), ".3f")(rows)
-
-
-def _ordinary_bar(rows: Rows) -> str:
-    return str(ORDINARY_BAR) if int(rows[0]["shared_tokens"]) == 0 else ""
-
-
 def _shared(row: Row) -> str:
     return f"{row['shared_tokens']} tokens"
 
 
-TABLES = {
+def _cache(row: Row) -> str:
+    return "a batch before" if int(row["is_warm"]) else "nothing"
+
+
+CHAIN_TABLES = {
     "states": Table(
         "states",
-        {"stock finds": found_by_stock},
+        {"block of vLLM's": lambda row: str(row["block_size"]), "stock finds": found_by_stock},
         {
             "turns": lambda rows: len(of("turn", side="chain")(rows)),
             "tokens of the text": spread(of("text_tokens", side="chain"), ".0f"),
@@ -55,12 +51,39 @@ TABLES = {
     ),
     "states_ordinary": Table(
         "states_ordinary",
-        {"prompts share": _shared},
+        {"prompts share": _shared, "the cache has seen": _cache},
         {
+            "tokens found of a batch, plugin": middle(of("cached_tokens", side="plugin"), ".0f"),
+            "stock ": middle(of("cached_tokens", side="stock"), ".0f"),
             "plugin, tokens/s": _rate("plugin"),
             "stock": _rate("stock"),
-            "plugin / stock": _against,
-            "bar": _ordinary_bar,
+            "plugin / stock": middle(against_stock(), ".3f"),
+            "bar": lambda rows: str(ORDINARY_BAR),
         },
     ),
 }
+ORDER_TABLES = {
+    "states_orders": Table(
+        "states_orders",
+        {"readers": lambda row: f"{row['readers']} of {row['documents']} documents"},
+        {
+            "tokens of a document": spread(of("document_tokens", side="stock"), ".0f"),
+            "documents and readers, stock, s": spread(of("all_s", side="stock"), ".2f"),
+            "composed, s": spread(of("all_s", side="composed"), ".2f"),
+            "stock / composed": paired_ratio(
+                of("all_s", side="stock"), of("all_s", side="composed"), ".1f"
+            ),
+            "last first token, stock, s": spread(of("first_token_s", side="stock"), ".2f"),
+            "composed, s ": spread(of("first_token_s", side="composed"), ".2f"),
+        },
+    ),
+    "states_quality": Table(
+        "states_quality",
+        {"model": lambda row: str(row["model"])},
+        {
+            "questions": lambda rows: len(rows),
+            "KL per token against the text, nats": spread(of("kl_per_token"), ".4f"),
+        },
+    ),
+}
+TABLES = {**CHAIN_TABLES, **ORDER_TABLES}

@@ -2,6 +2,7 @@
 """A reader's requests about documents that another variant has encoded, alone and under load.
 
     python -m benchmarks.variants WRITER READER pair/pair.json [--rates 0 0.5 1 2] [--passes 2]
+        [--side "own encoding" ...]
 
 The profile is one of `vllm-choreo profile-pair WRITER READER`; both are adapters, or models.
 """
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("pair", help="the profile of the two")
     rates = [0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0]
     parser.add_argument("--rates", type=float, nargs="+", default=rates)
+    parser.add_argument("--side", action="append", help="one of those that are compared; all")
     parser.add_argument("--layers", nargs="*", default=[], help="further blocks: '[7, 24]'")
     parser.add_argument("--requests", type=int, default=100, help="per side, rate and pass")
     parser.add_argument("--document-tokens", type=int, default=1000)
@@ -78,11 +80,12 @@ async def _measure(args: argparse.Namespace, pair: Pair) -> None:
     llm = _engine(args, pair)
     rows: list[dict[str, Any]] = []
     try:
-        for side in pair.sides:  # what is done once only shall not be timed
+        sides = _sides(args, pair)
+        for side in sides:  # what is done once only shall not be timed
             await run(llm, pair, side, 10.0, 2, args.document_tokens, 10_000)
         for number in range(args.passes):
             for rate in args.rates:
-                for side in in_turn(pair.sides, number):
+                for side in in_turn(sides, number):
                     given = (rate, args.requests, args.document_tokens, number)
                     about = {"pass": number, "rate": rate, "side": side, "target_s": args.target}
                     about["document_tokens"] = args.document_tokens
@@ -93,6 +96,13 @@ async def _measure(args: argparse.Namespace, pair: Pair) -> None:
                 write_csv("variants", rows, **record())
     finally:
         llm.shutdown()
+
+
+def _sides(args: argparse.Namespace, pair: Pair) -> tuple[str, ...]:
+    """Sides that the command line asks for."""
+    if unknown := set(args.side or ()) - set(pair.sides):
+        raise SystemExit(f"--side is one of {', '.join(pair.sides)}, not {', '.join(unknown)}")
+    return tuple(side for side in pair.sides if side in (args.side or pair.sides))
 
 
 def _engine(args: argparse.Namespace, pair: Pair) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.harness.stats import median, percentile
-from benchmarks.harness.tables import Cell, Rows, Table, Values, of
+from benchmarks.harness.tables import Cell, Rows, Table, Values, interval, of
 from benchmarks.variants.load import ANSWER_TOKENS, OWN
 
 
@@ -64,8 +64,9 @@ def _between(rows: Rows) -> list[float]:
 
 
 def _with_tail(values: Values) -> Cell:
-    """Median, and within which nine of ten are."""
-    return lambda rows: f"{median(values(rows)):,.0f}, {percentile(values(rows), 0.9):,.0f}"
+    """Median with its interval over requests, and within which nine of ten are."""
+    middle = interval(values, ",.0f")
+    return lambda rows: f"{middle(rows)}, {percentile(values(rows), 0.9):,.0f}"
 
 
 def _per_second(rows: Rows) -> str:

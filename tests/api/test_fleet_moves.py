@@ -19,7 +19,7 @@ import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.api.test_fleet import PlayedEngine, PlayedLLM, _run, greedy, model_config
-from vllm_choreo.api import fleet_moves
+from vllm_choreo.api import fleet_transfer
 from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.api.fleet import Fleet, fleet_of
 from vllm_choreo.fleet.placement import Rates
@@ -106,7 +106,8 @@ class SavingEngine(PlayedEngine):
         traces = [{"id": "t", "parents": [], "origin": None}]
         recipes = {"adapters": [], "traces": traces, "encodings": entries}
         numbers = list(range(len(ids)))
-        return {"ticket": 1, "recipes": recipes, "own": numbers, "resident": numbers}
+        told = {"ticket": 1, "recipes": recipes, "own": numbers, "resident": numbers}
+        return {**told, "firsts": [[0]] * len(ids)}
 
     def _release_ticket(self, ticket: int) -> None: ...
 
@@ -115,8 +116,8 @@ class SavingEngine(PlayedEngine):
         if key in self.unfinished:
             return None
         self._blocks.append(self.numbers[key])
-        blocks = [len(self._blocks) - 1]
-        return {"ticket": 2, "blocks": blocks, "stored_position": 0, "hidden": None}
+        blocks = [[len(self._blocks) - 1]]
+        return {"ticket": 2, "blocks": blocks, "stored_position": 0, "hidden": None, "state": None}
 
     def _release(self, ticket: int) -> bool:
         return True
@@ -130,7 +131,8 @@ class SavingEngine(PlayedEngine):
         _, entries, _, places = self._loads[ticket]
         self._blocks.append(np.zeros((2 * _LAYERS, len(entries[number]["tokens"]), _SIZE), "f4"))
         places[number] = len(self._blocks) - 1
-        return {"blocks": [places[number]], "in_host": False, "hidden": None}
+        place = {"blocks": [[places[number]]], "firsts": [0], "in_host": False}
+        return {**place, "hidden": None, "state": None}
 
     def _commit(self, ticket: int) -> Any:
         session, entries, named, places = self._loads.pop(ticket)
@@ -150,14 +152,14 @@ class SavingEngine(PlayedEngine):
         await asyncio.sleep(0)
         if method == "choreo_kv_shape":
             layers = [[1, _SIZE, _SIZE]] * _LAYERS
-            shape = {"dtype": "float32", "layers": layers, "scales": []}
-            return [{**shape, "hidden": ("float32", 0)}]
+            shape = {"dtype": "float32", "layers": layers, "groups": [0] * _LAYERS, "scales": []}
+            return [{**shape, "hidden": ("float32", 0), "states": []}]
         if method == "choreo_read_kv":
             self.on_read()
-            (block,), (first, last), start, stop = args
+            ((block,),), (first, last), start, stop = args
             return [self._blocks[block][first:last, start:stop].tobytes()]
         assert method == "choreo_write_kv"
-        piece, _, ((block,), _), (first, last), start, stop = args
+        piece, _, (((block,),), _), (first, last), start, stop = args
         found = np.frombuffer(bytes(piece), "f4").reshape(last - first, stop - start, _SIZE)
         self._blocks[block][first:last, start:stop] = found
         return [None]
@@ -212,7 +214,7 @@ def test_what_lies_elsewhere_is_moved_and_not_encoded(model_config: Any) -> None
         assert (total.moved, total.failed, total.tokens) == (2, 0, 150)
         assert total.bytes >= 150 * 2 * _LAYERS * _SIZE * 4
         assert fleet.num_again == [0, 0]
-        assert not list(fleet.mover.folder.iterdir())
+        assert not list(fleet.mover.transfer.files.folder.iterdir())
         await c.close()
         assert not any(engine.messages for engine in llm.engine_core.clients)
         assert fleet.homes.used(0) == fleet.homes.used(1) == 0
@@ -256,7 +258,7 @@ def test_an_answer_whose_last_token_is_not_encoded_yet_is_moved(model_config: An
 
 def _flipped(fleet: Fleet) -> None:
     """Change a byte of what is being moved."""
-    (path,) = fleet.mover.folder.glob("*/*.safetensors")
+    (path,) = fleet.mover.transfer.files.folder.glob("*/*.safetensors")
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
@@ -273,13 +275,13 @@ def test_a_move_that_fails_is_an_encoding(
         home = home_of(fleet, c, document)
         engines: Any = llm.engine_core.clients
         if fault == "damaged file":
-            loading = fleet_moves.loading
+            loading = fleet_transfer.loading
 
             def damaged(*args: Any) -> Any:
                 _flipped(fleet)
                 return loading(*args)
 
-            monkeypatch.setattr(fleet_moves, "loading", damaged)
+            monkeypatch.setattr(fleet_transfer, "loading", damaged)
         elif fault == "engine ends":
 
             def end() -> None:
@@ -288,7 +290,7 @@ def test_a_move_that_fails_is_an_encoding(
 
             engines[home].on_read = end
         else:
-            monkeypatch.setattr(fleet_moves.shutil, "disk_usage", lambda path: _Full())
+            monkeypatch.setattr(fleet_transfer.shutil, "disk_usage", lambda path: _Full())
         with only_on(fleet, home):
             expected = await c.decode([4], parents=[document], sampling_params=greedy())
         fleet.loads.add(home, 1e6)
@@ -296,7 +298,7 @@ def test_a_move_that_fails_is_an_encoding(
         assert found.generated_token_ids == expected.generated_token_ids
         assert (fleet.mover.total.moved, fleet.mover.total.failed) == (0, 1)
         assert fleet.num_again[1 - home] == 1
-        assert not list(fleet.mover.folder.iterdir())
+        assert not list(fleet.mover.transfer.files.folder.iterdir())
 
     _run(main())
 

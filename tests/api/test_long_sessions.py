@@ -147,7 +147,7 @@ def test_numbers_are_known_for_ever(c: Choreography, remembers_ten: None) -> Non
 
 
 def test_neighbours_by_number_are_unknown_not_freed(c: Choreography) -> None:
-    with pytest.raises(UnknownMessageError, match="do not see one another"):
+    with pytest.raises(UnknownMessageError, match="in an earlier call"):
         c.prefill([{"tokens": "a"}, {"tokens": "b", "parents": ["0"]}])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RESULTS.md and its tables: the page holds what the CSV files say, and cells say what they are."""
+"""Pages of results hold what the CSV files say, and cells say what they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import record
-from benchmarks.harness.record import RESULTS, RESULTS_PAGE, TABLE_PAGES, write_csv
+from benchmarks.harness.record import PAGES, RESULTS, RESULTS_PAGE, write_csv
 from benchmarks.harness.tables import (
     Table,
     as_text,
@@ -37,20 +37,17 @@ ROWS = [
 OURS, THEIRS = of("s", side="ours"), of("s", side="theirs")
 
 
-@pytest.mark.parametrize("page", TABLE_PAGES, ids=lambda page: page.name)
-def test_the_page_holds_what_the_csv_files_say(page: Path) -> None:
-    text = page.read_text()
-    assert text == filled(text, TABLES), "python -m benchmarks --page"
-
-
-def test_the_page_of_results_is_short() -> None:
-    assert len(RESULTS_PAGE.read_text().splitlines()) <= MOST_LINES
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_hold_what_the_csv_files_say(path: Path) -> None:
+    page = path.read_text()
+    assert page == filled(page, TABLES), "python -m benchmarks --page"
+    assert len(page.splitlines()) <= MOST_LINES
 
 
 def test_pictures_of_the_pages_are_there_and_all_of_them_are_shown() -> None:
     shown = [
         (page.parent / picture).resolve()
-        for page in TABLE_PAGES
+        for page in PAGES
         for picture in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text())
     ]
     assert sorted(shown) == sorted(RESULTS.glob("*.png"))

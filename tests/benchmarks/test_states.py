@@ -31,7 +31,10 @@ def test_both_sides_say_the_same_and_the_chain_reads_what_stock_does_not_find(
     assert (
         bars.found_by_stock(chain[0]) == "first turn" and bars.found_by_stock(chain[1]) == "nothing"
     )
-    assert len(record.read_csv("states_ordinary")) == 2 * len(states.BEGINNINGS)
+    ordinary = record.read_csv("states_ordinary")
+    assert len(ordinary) == 2 * 3  # nothing in common; and something, in a cold and in a warm cache
+    warm = [row for row in ordinary if row["is_warm"] == "1"]
+    assert all(int(row["cached_tokens"]) >= 2 * 1024 for row in warm)
 
 
 def test_bars() -> None:
@@ -40,7 +43,8 @@ def test_bars() -> None:
         for side, seconds in (("stock", "3.0"), ("chain", "1.0"))
     ]
     batches = [
-        {"shared_tokens": "0", "side": side, "tokens_per_s": "100"} for side in ("plugin", "stock")
+        {"shared_tokens": "0", "is_warm": "0", "side": side, "tokens_per_s": "100"}
+        for side in ("plugin", "stock")
     ]
     assert bars.bars_reached(rows, batches)
     assert not bars.bars_reached([{**row, "first_token_s": "2.0"} for row in rows], batches)

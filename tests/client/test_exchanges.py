@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ from vllm_choreo.client import Logprob
 from vllm_choreo.client.exchanges import (
     Events,
     Exchange,
+    deleting_saved,
     fetching,
+    opening,
     operating,
     tracing,
 )
 from vllm_choreo.errors import (
     ChoreoError,
     OffsetError,
+    RepairError,
     SpanError,
     UnknownMessageError,
     UnsupportedOptionError,
@@ -28,6 +32,7 @@ from vllm_choreo.errors import (
 from vllm_choreo.semantics.call import asked, asked_copy, linked_specs
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import ParentSpan
+from vllm_choreo.semantics.session_options import SessionOptions
 from vllm_choreo.wire.calls import call_json
 from vllm_choreo.wire.messages import message_of
 from vllm_choreo.wire.sampling import sampling_fields
@@ -58,6 +63,16 @@ def copy(named: Any) -> dict[str, Any]:
 
 
 # -- what is sent --------------------------------------------------------------------------------
+
+
+def test_profiles_of_several_pairs_are_a_servers_own(tmp_path: Path) -> None:
+    with pytest.raises(RepairError, match="choreo-pair"):
+        opening(SessionOptions(repair=tmp_path))
+
+
+def test_what_was_saved_is_deleted_by_its_name() -> None:
+    request = deleting_saved("message.a/b").request
+    assert (request.method, request.path) == ("DELETE", "/v1/choreo/kept/message%2Ea%2Fb")
 
 
 def test_what_is_not_given_is_not_sent() -> None:

@@ -131,7 +131,8 @@ class PlayedServe:
         self.cores[name] = PlayedCore()
         cache = {**dict.fromkeys(CACHE_NUMBERS, 32), "num_gpu_blocks": 10}
         info = EngineInfo(name, {"model": model}, cache, this_machine())
-        replica._begin(self.cores[name], info)  # type: ignore[arg-type]
+        files: Any = None  # nothing is moved here
+        replica._begin(self.cores[name], info, files)  # type: ignore[arg-type]
         self._replicas[name] = (replica, asyncio.Event())
         self._tell()
 

@@ -82,6 +82,28 @@ def test_tenants_are_apart(fleet: Fleet) -> None:
             assert answer.status_code == status
 
 
+def test_what_lies_on_the_other_engine_is_moved(fleet: Fleet) -> None:
+    def moved() -> int:
+        engines = fleet.engines()
+        assert not any(engine["moves"]["failed"] for engine in engines)
+        return sum(engine["moves"]["tokens"] for engine in engines)
+
+    def words(first: int, count: int) -> str:
+        return " ".join(f"t{(first + 7 * i) % 400 + 20}" for i in range(count))
+
+    with fleet.client() as c:
+        before, number = moved(), 0
+        while moved() == before:  # calls that have much to encode go to both engines
+            number += 1
+            assert number < 20, "nothing is moved"
+            document = c.prefill(words(number, 300))
+            found = c.decode(
+                [{"header": words(2 * number, 150), "parents": [document]}] * 6,
+                sampling_params=GREEDY,
+            )
+            assert len({answer.generated_token_ids for answer in found}) == 1
+
+
 def test_calls_and_a_session_outlive_an_engine(
     fleet: Fleet, answers: list[tuple[int, ...]]
 ) -> None:

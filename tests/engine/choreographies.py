@@ -25,19 +25,27 @@ from vllm_choreo.testing.models.tiny import EOS_TOKEN_ID
 
 # Where the oracle's two best tokens are closer than this, either may be chosen.
 TIE_MARGIN = 1e-3
-_MAX_OFFSET = 1500
 # Lengths around the block size of 32 are drawn more often: there the padding changes.
 _BOUNDARY_LENGTHS = (1, 31, 32, 33, 63, 64, 65)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How large choreographies are, and from which tokens."""
+    """How large choreographies are, and from which tokens.
+
+    Attributes:
+        has_parts: whether parents may be parts of messages.
+        max_parents: the most that a call has, unless it goes on behind another one.
+        max_offset: the last place at which messages are put.
+    """
 
     num_batches: int = 4
     max_tokens: int = 12
     max_length: int = 70
     token_ids: tuple[int, int] = (3, 511)
+    has_parts: bool = True
+    max_parents: int = 4
+    max_offset: int = 1500
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,8 @@ def draw_choreography(seed: int, draw: Draw | None = None) -> list[list[PlannedC
         num_messages += len(batch)
     remaining = sorted(unread)
     rng.shuffle(remaining)
-    last = [remaining[i : i + 4] for i in range(0, len(remaining), 4)]
+    size = draw.max_parents
+    last = [remaining[i : i + size] for i in range(0, len(remaining), size)]
     batches.append([_draw_reader(rng, draw, [PlannedParent(n) for n in part]) for part in last])
     return batches
 
@@ -133,8 +142,13 @@ def _draw_call(rng: random.Random, draw: Draw, num_messages: int, is_decode: boo
             sampling_params=_draw_sampling(rng, draw) if is_decode else None,
         )
     # With replacement: one message at two offsets is legal and drawn often.
-    numbers = [rng.randrange(num_messages) for _ in range(rng.randint(0, min(4, num_messages)))]
-    parents = [PlannedParent(number, _draw_part(rng)) for number in numbers]
+    numbers = [
+        rng.randrange(num_messages)
+        for _ in range(rng.randint(0, min(draw.max_parents, num_messages)))
+    ]
+    parents = [
+        PlannedParent(number, _draw_part(rng) if draw.has_parts else None) for number in numbers
+    ]
     return _draw_reader(rng, draw, parents, is_decode)
 
 
@@ -147,9 +161,9 @@ def _draw_reader(
     if placement == "gaps":
         numbers = tuple(rng.randint(-30, 60) for _ in range(len(parents) + 1))
     elif placement == "absolute":
-        numbers = tuple(rng.randint(0, _MAX_OFFSET) for _ in range(len(parents) + 1))
+        numbers = tuple(rng.randint(0, draw.max_offset) for _ in range(len(parents) + 1))
     elif rng.random() < 0.3:
-        numbers = (rng.randint(0, _MAX_OFFSET),)
+        numbers = (rng.randint(0, draw.max_offset),)
     return PlannedCall(
         _draw_tokens(rng, draw),
         tuple(parents),

@@ -275,7 +275,7 @@ class Witness:
 
     def _encoded(self, encoding: Any, position: int) -> Encoded:
         tokens = encoding.token_ids[: encoding.num_encoded]
-        blocks = [block.block_id for block in encoding.blocks]
+        blocks = [block.block_id for block in encoding.held_blocks]
         return self._gather(blocks, 0, len(tokens), position, tokens)
 
     def _gather(

@@ -21,6 +21,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32]
@@ -304,6 +305,18 @@ def check_chains(llm: Any, model_path: str) -> None:
         assert found[at - 1].max() - found[at - 1][tokens[at]] < TIE
 
 
+def check_any_order(llm: Any, model_path: str, seeds: Sequence[int]) -> None:
+    """Random choreographies whose states are composed are as the oracle's."""
+    from tests.engine.choreographies import Draw, check, draw_choreography
+    from tests.engine.state_oracle import StateOracle
+    from vllm_choreo import Choreography
+
+    draw = Draw(num_batches=3, max_tokens=4, max_length=40, has_parts=False)
+    for seed in seeds:
+        with Choreography(llm) as c:
+            check(c, StateOracle(model_path), draw_choreography(seed, draw))
+
+
 def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
     llm, runner = start(model_path, choices)
     from tests.engine.engines import stop_engine
@@ -313,6 +326,7 @@ def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
         check_choreographies(llm, model_path, choices)
     else:
         check_chains(llm, model_path)
+        check_any_order(llm, model_path, choices["seeds"])
     report: dict[str, Any] = {
         "runner": type(runner).__name__,
         "scheduler": type(llm.llm_engine.engine_core.engine_core.scheduler).__name__,

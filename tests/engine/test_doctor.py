@@ -57,6 +57,8 @@ def test_the_doctor_proves_states_by_texts(
     out = capsys.readouterr().out
     assert "2 of mamba2" in out and "Block size: 32" in out
     assert out.count("8/8") == 4 and "WRONG" not in out
+    assert "Any order: with additional_config.choreo.composed_states, proven" in out
+    assert "72,512 bytes in all layers" in out  # twice 36,256
     assert main(["inspect", "--model", path]) == 0
     assert "calls can begin at once behind: document role" in capsys.readouterr().out
 

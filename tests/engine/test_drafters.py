@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters with layers: they draft for ordinary requests, and calls beside them change nothing."""
+"""Drafters with layers: they draft for calls, by the spans that these read."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,28 +32,39 @@ class Subject(NamedTuple):
     is_right: bool
 
 
+_MOVED = {"reposition": "in_place", "host_memory_gib": 0.01}
+# Model, method, settings.
+_SUBJECTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "draft_model", {}),
+    "eagle": ("llama", "eagle", {}),
+    "ministral3": ("ministral3", "draft_model", {}),
+    "moved": ("llama", "draft_model", _MOVED),
+}
+
+
 # A model that drafts for itself is always right: a draft that is not shows a drafter that has read
 # or written at wrong places. An EAGLE head reads hidden states of the model, and is hardly ever.
-@pytest.fixture(scope="module", params=sampled(["llama", "llama eagle", "ministral3"], 2))
+@pytest.fixture(scope="module", params=sampled(list(_SUBJECTS), 2))
 def subject(
     request: pytest.FixtureRequest,
     tiny_model_path: Callable[[str], Path],
     tiny_oracle: Callable[[str], Oracle],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Subject]:
-    name, _, head = request.param.partition(" ")
+    name, method, choreo = _SUBJECTS[request.param]
     path = drafter = tiny_model_path(name)
-    if head:
+    if method == "eagle":
         drafter = make_eagle_head(path, tmp_path_factory.mktemp("heads") / "head")
     speculation = {
-        "method": head or "draft_model",
+        "method": method,
         "model": str(drafter),
         "num_speculative_tokens": NUM_DRAFTED,
     }
     # No prompt is cut: its second part may leave a step no tokens for the drafts of others.
-    options = {"num_gpu_blocks_override": 66, "max_num_batched_tokens": 2048}
+    options: dict[str, Any] = {"num_gpu_blocks_override": 66, "max_num_batched_tokens": 2048}
+    options["additional_config"] = {"choreo": choreo}
     llm = start_engine(path, speculative_config=speculation, disable_log_stats=False, **options)
-    yield Subject(llm, tiny_oracle(name), is_right=not head)
+    yield Subject(llm, tiny_oracle(name), is_right=method == "draft_model")
     stop_engine(llm)
 
 
@@ -69,13 +81,19 @@ def _totals(llm: Any) -> Any:
 
 
 def test_random_choreographies(subject: Subject) -> None:
+    """A draft for a call is right as any: messages are encoded in the drafter, too."""
+    before = Counter(_totals(subject.llm))
     for seed in range(3000, 3003):
         with Choreography(subject.llm) as choreography:
             check(choreography, subject.oracle, draw_choreography(seed))
+    counted = Counter(_totals(subject.llm)) - before
+    assert counted["drafted_tokens"] > 50
+    if subject.is_right:
+        assert counted["accepted_draft_tokens"] == counted["drafted_tokens"]
 
 
 def test_ordinary_requests_speculate_beside_calls(subject: Subject) -> None:
-    """As many drafts of theirs are right as without calls, and calls take none."""
+    """As many drafts of theirs are right as without calls."""
     llm, oracle, is_right = subject
     rng = random.Random(5)
     documents = [random_tokens(rng, n) for n in (70, 41)]
@@ -88,6 +106,7 @@ def test_ordinary_requests_speculate_beside_calls(subject: Subject) -> None:
     for prompt, generated in zip(ordinary, alone.answers, strict=True):
         _assert_greedy(oracle, prompt, generated, [], 0)
     assert llm.llm_engine.reset_prefix_cache()
+    before = Counter(_totals(llm))
     with Choreography(llm) as c:
         names = [c.prefill(tokens).id for tokens in documents]
         asked = []
@@ -97,13 +116,61 @@ def test_ordinary_requests_speculate_beside_calls(subject: Subject) -> None:
             asked.append(greedy.clone())
             asked[-1].extra_args = {"choreo": call}
         beside = _run(llm, [*headers, *ordinary], [*asked, *[greedy] * 4])
+    of_calls = Counter(_totals(llm)) - before
+    drafted, accepted = of_calls["drafted_tokens"], of_calls["accepted_draft_tokens"]
     assert beside.answers[4:] == alone.answers
-    assert (beside.drafted, beside.accepted) == (alone.drafted, alone.accepted)
-    assert alone.drafted >= 4 * 15 and (alone.accepted == alone.drafted) == is_right
+    assert (beside.drafted - drafted, beside.accepted - accepted) == alone[1:]
+    for counted in ((alone.drafted, alone.accepted), (drafted, accepted)):
+        assert counted[0] >= 4 * 15 and (counted[0] == counted[1]) == is_right
     for header, generated, offset in zip(headers, beside.answers, offsets, strict=False):
         parents = [whole(encoded[0], offset), whole(encoded[1], offset + 90)]
         _assert_greedy(oracle, header, generated, parents, offset + 140)
-    assert not _totals(llm)["drafted_tokens"]
+
+
+def test_what_was_evicted_is_drafted_behind(subject: Subject) -> None:
+    """It comes back from host memory, or is encoded again, in the drafter as well."""
+    llm, rng = subject.llm, random.Random(7)
+    greedy = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    before = Counter(_totals(llm))
+    with Choreography(llm) as c:
+        messages = [c.prefill(random_tokens(rng, n)) for n in (75, 40)]
+        c.evict(*messages)
+        c.decode([7, 8, 9], parents=messages[::-1], offsets=[30, 200], sampling_params=greedy)
+    counted = Counter(_totals(llm)) - before
+    assert counted["restored_messages"] + counted["encoded_again_messages"] == 2
+    assert counted["drafted_tokens"] >= 15
+    if subject.is_right:
+        assert counted["accepted_draft_tokens"] == counted["drafted_tokens"]
+
+
+def test_a_chain_gets_the_drafts_of_its_text(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head reads each token's successor, too: that of a message's last is the one sampled."""
+    llm, rng = subject.llm, random.Random(6)
+    document, rest = random_tokens(rng, 75), random_tokens(rng, 20)
+    greedy = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    drafter, passes = worker.model_runner.drafter, []
+    propose = drafter.propose
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        passes.append((kwargs["next_token_ids"].tolist(), propose(*args, **kwargs)))
+        return passes[-1][1]
+
+    monkeypatch.setattr(drafter, "propose", noted)
+    with Choreography(llm) as c:
+        message = c.prefill(document)
+        header = [*passes[-1][0], *rest]
+        passes.clear()
+        said = c.decode(header, parents=[message], sampling_params=greedy)
+    of_call = [(sampled, drafts.tolist()) for sampled, drafts in passes]
+    assert llm.llm_engine.reset_prefix_cache()
+    passes.clear()
+    text = _run(llm, [[*document, *header]], [greedy])
+    assert text.answers == [list(said.generated_token_ids)]
+    # The call goes on for its last token, which is encoded behind the answer.
+    assert of_call[: len(passes)] == [(sampled, drafts.tolist()) for sampled, drafts in passes]
 
 
 class _Ran(NamedTuple):
@@ -166,6 +233,7 @@ def test_suffixes_are_looked_up_for_calls(
 @pytest.mark.parametrize(
     ("method", "v2", "asynchronous", "named"),
     [
+        ("draft_model", False, False, "parallel_drafting"),
         ("medusa", False, False, "speculative_config.method"),
         ("draft_model", True, False, "VLLM_USE_V2_MODEL_RUNNER"),
         ("eagle", False, True, "async_scheduling"),
@@ -175,7 +243,7 @@ def test_what_cannot_draft_is_refused(
     method: str, v2: bool, asynchronous: bool, named: str
 ) -> None:
     config: Any = SimpleNamespace(
-        speculative_config=SimpleNamespace(method=method),
+        speculative_config=SimpleNamespace(method=method, parallel_drafting=True),
         model_config=SimpleNamespace(use_mla=False, is_hybrid=False),
         use_v2_model_runner=v2,
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
@@ -183,7 +251,7 @@ def test_what_cannot_draft_is_refused(
     with pytest.raises(UnsupportedOptionError, match=named):
         check_speculation(config)
     config.use_v2_model_runner = config.scheduler_config.async_scheduling = False
-    config.speculative_config.method = "draft_model"
+    config.speculative_config = SimpleNamespace(method="draft_model", parallel_drafting=False)
     check_speculation(config)
     for kind in ("use_mla", "is_hybrid"):
         config.model_config = SimpleNamespace(**{"use_mla": False, "is_hybrid": False, kind: True})

@@ -289,7 +289,7 @@ def test_what_a_patch_is_placed_over_stays_until_it_is(machine_of: MachineOf) ->
 
 
 def test_every_option_meets_every_other_one() -> None:
-    assert len(CONFIGURATIONS) == 22
+    assert len(CONFIGURATIONS) == 26
     assert not unmet()
 
 

@@ -43,8 +43,8 @@ def expected(model_path: Path) -> list[list[Any]]:
 
 
 @asynccontextmanager
-async def started(model_path: Path, num_engines: int) -> AsyncIterator[Any]:
-    """An AsyncLLM of several engines, each one process."""
+async def started(model_path: Path, num_engines: int, **options: Any) -> AsyncIterator[Any]:
+    """An AsyncLLM of several engines, each one process, with other options of vLLM's."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -59,6 +59,7 @@ async def started(model_path: Path, num_engines: int) -> AsyncIterator[Any]:
         data_parallel_size=num_engines,
         distributed_executor_backend="uni",
         disable_log_stats=True,
+        **options,
     )
     llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
     try:
@@ -132,7 +133,7 @@ def test_answers_are_those_of_one_engine_whatever_ends(
             await killer.until_all_run()
             assert killer.num_killed == sum(client.starts) - num_engines > 0
             await nothing_is_left(llm)
-            assert not list(fleet.mover.folder.iterdir())
+            assert not list(fleet.mover.transfer.files.folder.iterdir())
 
     asyncio.run(main())
 
@@ -148,13 +149,19 @@ async def nothing_is_left(llm: Any) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
-def test_what_is_moved_is_not_encoded(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3", "granite_hybrid"])
+def test_what_is_moved_is_not_encoded(
+    name: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where layers with windows have blocks of their own, and where layers have states."""
+    model_path = tiny_model_path(name)
+    choreo = {"choreo": {"window_groups": name == "gemma3"}}
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     tokens = [[7 + 11 * n + i % 300 for i in range(200)] for n in range(3)]
     header = [5, 6, 7]
 
     async def main() -> None:
-        async with started(model_path, 2) as llm:
+        async with started(model_path, 2, additional_config=choreo) as llm:
             fleet = fleet_of(llm)
             assert fleet is not None
             rates = Rates(encode=1e-3, move=0.0)
@@ -192,7 +199,7 @@ def test_what_is_moved_is_not_encoded(model_path: Path, monkeypatch: pytest.Monk
         again = await c.prefill([9, *tokens[1]])
         (home,) = homes_of(c, again)
         first = await c.decode(header, parents=[again], sampling_params=greedy())
-        monkeypatch.setattr(fleet.mover, "folder", fleet.mover.folder / "missing")
+        monkeypatch.setattr(fleet.mover.transfer.files, "folder", Path("/nowhere"))
         fleet.loads.add(home, 1e9)
         found = await c.decode(header, parents=[again], sampling_params=greedy())
         assert found.token_ids == first.token_ids

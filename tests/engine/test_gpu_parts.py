@@ -310,22 +310,34 @@ def _two_readers() -> dict[str, RequestSpans]:
 
 def test_planning_reads_nothing_back_from_the_device() -> None:
     """Tensors on the device "meta" have no contents: reading one back would raise."""
-    batcher = SpanBatcher(16, [LayerKind(ROTATION, SHAPE)], device="meta")
-    sent = {"a": [4, 5, 6, 7, 8], "b": [4, 5, 6, 7, 9], "ordinary": [7]}
+    kinds = [LayerKind(ROTATION, SHAPE), LayerKind(ROTATION, SHAPE, group=1)]
+    batcher = SpanBatcher(16, kinds, device="meta")
+    sent = {
+        "a": ([4, 5, 6, 7, 8], [1, 2, 3, 10, 11]),
+        "b": ([4, 5, 6, 7, 9], [12, 13, 14, 15, 16]),
+        "ordinary": ([7], [17]),
+    }
     batcher.update(_two_readers(), [], sent)
     assert "ordinary" not in batcher._block_ids
-    table = _ints([[0] * 8] * 3, "meta")
+    table, other = _ints([[0] * 8] * 3, "meta"), _ints([[0] * 8] * 3, "meta")
     for own in (1, 2):
         lens = [64 + own, 65 + own, 9 + own]
         step = StepBatch(
-            ["a", "b", "ordinary"], _ints([0, 1, 2, 3]), _ints(lens), table, _ints(lens, "meta")
+            ["a", "b", "ordinary"],
+            _ints([0, 1, 2, 3]),
+            _ints(lens),
+            table,
+            _ints(lens, "meta"),
+            {1: other},
         )
         plans = batcher.batch(step)
         assert plans is not None and plans[0].reads is not None
         batch = plans[0]
         assert batch.reads.groups()[-1].members == (0, 1), "planned from what the scheduler sent"
         assert batch.spans.num_tokens.tolist() == [64, own, 64, 1 + own, 9 + own]
-        assert batch.spans.block_table is table
+        assert batch.spans.block_table is table and plans[1].spans.block_table is other
+        groups = plans[1].reads.groups() if plans[1].reads is not None else []
+        assert (0, 1) not in [group.members for group in groups], "they read other blocks there"
         assert batch.cos_sin.device.type == "meta"
     batcher.update({}, ["a", "b"])
     assert not batcher._block_ids and not batcher.reads_spans(["a", "b"])

@@ -55,8 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
         "runner": "v2",
         "backend": None,
         "is_async": False,
-        "settings": {},
-        "seeds": [],
+        "settings": {"composed_states": True},
+        "seeds": [0],
     },
 }
 EXPECTED = {

@@ -208,7 +208,7 @@ def test_runs_go_through_the_model_in_order_and_in_parts() -> None:
         lengths = [rng.randint(1, 20) for _ in range(rng.randint(0, 9))]
         spans = RequestSpans((), (), (), (), 0)
         runs = [
-            StageRun((rng.choice([(0, 2), (1, 3)]),), spans, (), 0, (7,) * length, None, 0)
+            StageRun((rng.choice([(0, 2), (1, 3)]),), spans, ((),), 0, (7,) * length, None, 0)
             for length in lengths
         ]
         run, done = 0, 0

@@ -142,7 +142,7 @@ def test_a_copy_whose_target_lost_its_place_is_not_made(
             stepped.operate("free", ["x"])
             stepped.operate("evict", ["e"])  # it lies in host memory
     store = stepped.scheduler.store
-    assert store.get("s", "t1").own.blocks[0] is store.get("s", "t2").own.blocks[0]
+    assert store.get("s", "t1").own.blocks[0][0] is store.get("s", "t2").own.blocks[0][0]
     a, b = random_tokens(rng, 4), random_tokens(rng, 4)
     stepped.submit("a", a, "decode", 3, parents=["s1", "s2"], repair=[[], long])
     stepped.submit("b", b, "decode", 3, parents=reads[0], repair=reads[1])

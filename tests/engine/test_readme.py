@@ -16,7 +16,7 @@ def test_example_runs(embedded_model_path: Path, capsys: pytest.CaptureFixture[s
     from tests.engine.engines import stop_engine
 
     example, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)  # the other: tests/server
-    scope: dict[str, object] = {}
+    scope: dict[str, object] = {"__name__": "__main__"}
     exec(compile(example, "README.md", "exec"), scope)
     stop_engine(scope["llm"])  # type: ignore[arg-type]
     printed = capsys.readouterr().out

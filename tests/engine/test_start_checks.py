@@ -7,12 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_choreo.engine.plugin import _choose_backend, configure_after
+from vllm_choreo.config import ChoreoConfig
+from vllm_choreo.engine.plugin import _check_composed_states, _choose_backend, configure_after
 from vllm_choreo.engine.worker.cpu_backend import ChoreoCPUBackend, ChoreoCPUImpl
 from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
-from vllm_choreo.engine.worker.model_runner import _check_layer, _check_seen
+from vllm_choreo.engine.worker.model_runner import _check_layer, _check_seen, _check_shared
 from vllm_choreo.errors import UnsupportedModelError, UnsupportedOptionError
 
 
@@ -32,6 +35,21 @@ def test_the_front_end_in_rust(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedOptionError) as caught:
         configure_after(_config())
     assert caught.value.parameter == "VLLM_USE_RUST_FRONTEND"
+
+
+@pytest.mark.parametrize(("is_hybrid", "on_cpu"), [(False, True), (True, False), (True, True)])
+def test_composed_states(is_hybrid: bool, on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need states, and a device on which they were run."""
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
+    vllm_config = _config()
+    vllm_config.model_config.is_hybrid = is_hybrid
+    if is_hybrid and on_cpu:
+        _check_composed_states(vllm_config, ChoreoConfig(composed_states=True))
+        return
+    with pytest.raises(UnsupportedOptionError, match="leave it out") as caught:
+        _check_composed_states(vllm_config, ChoreoConfig(composed_states=True))
+    assert caught.value.parameter == "additional_config.choreo.composed_states"
+    _check_composed_states(vllm_config, ChoreoConfig())
 
 
 @pytest.mark.parametrize("name", ["TRITON_FLASH_ATTN", "TRITON_FLASHINFER"])
@@ -71,3 +89,11 @@ def test_keys_that_a_model_stores_itself() -> None:
     for backend in (ChoreoCPUBackend, ChoreoFlashAttentionBackend, ChoreoTritonBackend):
         layer.attn_backend = backend
         _check_layer("model.layers.0", layer, 32)
+
+
+def test_layers_that_lie_over_one_another_look_alike() -> None:
+    cache = torch.zeros(4, 2, 32, 64)
+    _check_shared({"full": cache, "near": cache.view(4, 2, 32, 64), "other": torch.zeros(3)})
+    with pytest.raises(UnsupportedModelError, match="window_groups") as caught:
+        _check_shared({"full": cache, "near": cache.view(4, 1, 32, 128)})
+    assert caught.value.value == "near"

@@ -16,19 +16,21 @@ from vllm import SamplingParams
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine import invariants
-from tests.engine.feature_machine.configurations import Configuration, scheduling_of
+from tests.engine.feature_machine.configurations import (
+    LFM2_OPTIONS,
+    Configuration,
+    scheduling_of,
+)
 from tests.engine.test_exact import Program, _text
 from tests.engine.text_oracle import TextOracle
 from tests.grids import sampled
 from vllm_choreo import Choreography
-from vllm_choreo.errors import ChainError, RepairError, UnsupportedOptionError
+from vllm_choreo.errors import ChainError, RepairError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.models.tiny import make_tiny_model
 
 MODELS = ["granite_hybrid", "lfm2"]
-# vLLM 0.32's kernel for rotary embeddings on CPU turns queries of LFM2's form, with a dim for
-# heads, by positions of other tokens: without the plugin, too, by up to 2.7 in log-probability.
-OPTIONS = {"lfm2": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}}
+OPTIONS = {"lfm2": LFM2_OPTIONS}
 
 
 @pytest.fixture(scope="module", params=sampled(MODELS, 1))
@@ -56,6 +58,10 @@ def _greedy(max_tokens: int = 6, **options: Any) -> SamplingParams:
     return SamplingParams(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=3, **options
     )
+
+
+def _totals(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler.store.totals
 
 
 def _tokens(rng: random.Random, num_tokens: int) -> list[int]:
@@ -119,20 +125,27 @@ def test_an_answer_cut_by_its_client(c: Choreography, oracle: TextOracle) -> Non
     oracle.check([*a.token_ids, *cut.token_ids, *more], answer)
 
 
-def test_saved_messages_are_recipes(llm: Any, oracle: TextOracle, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", ["recipes", "states", "evicted"])
+def test_saved_messages(llm: Any, oracle: TextOracle, tmp_path: Path, saved: str) -> None:
+    """What has its state goes on at once; what has none any more is a recipe."""
     rng = random.Random(7)
     with Choreography(llm) as c:
         a = c.prefill(_tokens(rng, 40), save_as="a")
-        c.prefill(_tokens(rng, 20), parents=[a], save_as="b")
-        c.save(["a", "b"], tmp_path / "kept")
-        with pytest.raises(UnsupportedOptionError, match="encodings=False"):
-            c.save(["a", "b"], tmp_path / "more", encodings=True)
+        b = c.prefill(_tokens(rng, 20), parents=[a], save_as="b")
+        if saved == "evicted":
+            c.evict(b)
+        kept = c.save(["a", "b"], tmp_path / "kept", encodings=saved != "recipes")
+    num_encodings = {"recipes": 0, "states": 2, "evicted": 1}[saved]
+    assert kept.encodings == num_encodings
+    before = _totals(llm).get("encoded_again_messages", 0)
     with Choreography(llm) as c:
         chain = c.load(tmp_path / "kept")
         header = _tokens(rng, 4)
         answer = c.decode(header, parents=chain, sampling_params=_greedy())
         oracle.check([*(t for message in chain for t in message.token_ids), *header], answer)
         assert answer.usage.exact
+    assert _totals(llm).get("encoded_again_messages", 0) - before == 2 - num_encodings
+    invariants.check_nothing_is_left(llm.llm_engine.engine_core.engine_core.scheduler)
 
 
 def test_other_orders_are_refused_by_name(c: Choreography) -> None:

@@ -35,6 +35,7 @@ _AUTO = "tests/server/test_auto.py::test_the_page_runs"
 _TRAINED = "tests/lab/train/test_docs.py::test_what_the_commands_leave_behind"
 _COMMANDS = "tests/lab/train/test_docs.py::test_all_commands_are_understood"
 _WORKFLOW = "tests/lab/cli/test_run_in_engine.py::test_the_workflow_of_the_documentation"
+_ROLES = "tests/lab/cli/test_roles_in_engine.py::test_documented_commands_are_understood"
 _PARTS = "not run: parts of a program, whose names are the reader's"
 _CLIENT = "not run: it goes on from a client of another page; test_prompts.py asks the same"
 _MACHINES = "not run: workers on other machines"
@@ -132,6 +133,8 @@ RUN_BY: dict[str, list[str]] = {
     ],
     "docs/variants.md": [
         "tests/lab/study/test_profile_pair.py::test_the_documented_commands",
+        _ROLES,
+        _ROLES,
         _SERVES,
     ],
     "docs/wings.md": ["tests/server/test_wings.py::installed"] * 2,

@@ -109,6 +109,7 @@ OPERATIONS = [
     ("GET", "/v1/choreo/schemas"),
     ("GET", "/v1/choreo/schemas/{name}"),
     ("DELETE", "/v1/choreo/schemas/{name}"),
+    ("POST", "/v1/choreo/schemas/{name}/prefetch"),
     ("POST", "/v1/choreo/prompts"),
     *(("POST", f"{SESSION}/{name}") for name in ("save", "load")),
     ("GET", "/v1/choreo/kept"),
@@ -121,6 +122,7 @@ WITH_BODY = [
     *(("POST", f"{SESSION}/messages/{name}") for name in ("free", "evict", "pin", "unpin")),
     ("POST", f"{MESSAGE}/pin"),
     ("POST", "/v1/choreo/schemas"),
+    ("POST", "/v1/choreo/schemas/{name}/prefetch"),
     ("POST", "/v1/choreo/prompts"),
     *(("POST", f"{SESSION}/{name}") for name in ("save", "load")),
 ]

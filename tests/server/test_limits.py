@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from tests.server.serving import QUICK, Session
-from tests.server.test_routes import GREEDY, LONG, error_of
+from tests.server.test_routes import GREEDY, LONG, error_of, num_running
 from vllm_choreo.testing.server import KEYS, Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # a server of its own
@@ -225,7 +225,8 @@ def test_the_engine_ends(server: Server, alpha: httpx.Client) -> None:
         lines = stream.iter_lines()
         assert "choreo.message.chunk" in next(lines)
         waiting.start()
-        time.sleep(0.5)
+        while num_running(alpha) < 2:
+            time.sleep(0.02)
         for process in engine_processes(server):
             os.kill(process, signal.SIGKILL)
         rest = [line for line in lines if line]

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 
 
-def test_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(whole_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     _, example = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    example = example.replace("http://127.0.0.1:8000", server.base_url)
+    example = example.replace("http://127.0.0.1:8000", whole_server.base_url)
     exec(compile(example.replace('"secret"', repr(KEYS[0])), "README.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("What is green?")
+    assert "green" in capsys.readouterr().out

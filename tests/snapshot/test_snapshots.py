@@ -68,26 +68,42 @@ from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.store import MessageStore
 
-SHAPE = KVShape.of("float32", [[2, 8, 8], [1, 4, 4], [2, 8, 8]], ("bfloat16", 24)).keeping([1, 2])
+SHAPE = KVShape.of(
+    "float32",
+    [[2, 8, 8], [1, 4, 4], [2, 8, 8]],
+    ("bfloat16", 24),
+    states=[("float32", [3, 2]), ("bfloat16", [4])],
+).keeping([1, 2])
 
 
 # -- tensors ---------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 70), st.integers(1, 4000))
-def test_chunks_are_all_of_an_encoding_in_the_order_of_its_file(tokens: int, most: int) -> None:
-    end, tensors = 0, list(SHAPE.tensors(tokens).values())
-    for chunk in chunks(SHAPE, tokens, most):
-        start = tensors[chunk.first]["data_offsets"][0] + chunk.start * SHAPE.row_bytes(chunk.first)
-        rows = sum(map(SHAPE.row_bytes, range(chunk.first, chunk.last)))
+@given(st.integers(1, 70), st.integers(1, 4000), st.data())
+def test_chunks_are_all_of_an_encoding_in_the_order_of_its_file(
+    tokens: int, most: int, data: st.DataObject
+) -> None:
+    firsts = data.draw(st.just([0, 0, 0]) | st.lists(st.integers(0, tokens - 1), min_size=3))
+    shape = SHAPE.beginning_at(firsts)
+    end, tensors = 0, list(shape.tensors(tokens).values())
+    for chunk in chunks(shape, tokens, most):
+        there = shape.rows(chunk.first, tokens)
+        start = tensors[chunk.first]["data_offsets"][0]
+        start += (chunk.start - there.start) * shape.row_bytes(chunk.first)
+        rows = sum(map(shape.row_bytes, range(chunk.first, chunk.last)))
         assert start == end and chunk.num_bytes == rows * (chunk.stop - chunk.start)
         assert chunk.num_bytes <= most or chunk.stop - chunk.start == 1
-        assert (chunk.start, chunk.stop) == (0, tokens) or chunk.last == chunk.first + 1
-        assert chunk.last <= 6 or chunk.first >= 6, "keys and values, or hidden states"
+        assert range(chunk.start, chunk.stop) == there or chunk.last == chunk.first + 1
+        assert all(shape.rows(part, tokens) == there for part in range(chunk.first, chunk.last))
+        parts = {*range(chunk.first, chunk.last)}
+        kinds = [parts & {*range(*of_kind)} for of_kind in ((0, 6), (6, 8), (8, 9), (9, 10))]
+        assert parts in kinds, "keys and values, hidden states, or a state's tensors of one dtype"
         hidden = SHAPE.hidden_layers(chunk.first, chunk.last)
-        assert hidden == (1, 2)[max(0, chunk.first - 6) : max(0, chunk.last - 6)]
+        assert hidden == tuple(part - 5 for part in sorted(kinds[1]))
+        state = SHAPE.state_tensors(chunk.first, chunk.last)
+        assert [*state] == sorted(part - 8 for part in kinds[2] | kinds[3])
         end += chunk.num_bytes
-    assert end == SHAPE.token_bytes * tokens == tensors[-1]["data_offsets"][1]
+    assert end == shape.num_bytes(tokens) == tensors[-1]["data_offsets"][1]
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
@@ -105,21 +121,28 @@ def test_numbers_of_a_chunk_are_finite(name: str, wrong: float | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("gaps", [0, 2])
 def test_files_are_safetensors_and_come_back_as_they_were(
-    tmp_path: Path, dtype: torch.dtype, layout: Layout
+    tmp_path: Path, dtype: torch.dtype, layout: Layout, gaps: int
 ) -> None:
-    """Written by two workers that share the heads, read by one and by four."""
-    tokens, size, blocks = 9, 4, [3, 0, 5]
+    """Written by two workers that share the heads, read by one and by four.
+
+    The second layer is in a KV cache group of its own, in which the first blocks may be gaps.
+    """
+    tokens, size = 9, 4
+    blocks = [[3, 0, 5], [-1] * gaps + [1, 4, 2][gaps:]]
     # Of latents a file has what rotates as keys, and the latents as values.
     is_latent = layout is Layout.LATENT
     sizes, width = ([3, 8], 11) if is_latent else ([8, 8], 16)
     value_size = 8 if is_latent else None
     shape = KVShape.of(str(dtype).removeprefix("torch."), [[2, *sizes], [2, *sizes]])
+    shape = shape.beginning_at([0, gaps * size])
     generator = torch.Generator().manual_seed(1)
     wanted = [
         torch.randn(tokens, 2, size, generator=generator).to(dtype) for size in (*sizes, *sizes)
     ]
-    slots = torch.tensor([blocks[i // size] * size + i % size for i in range(tokens)])
+    tables = [torch.tensor(of_group) for of_group in blocks]
+    wanted = [part[first:] for part, first in zip(wanted, (0, 0, *[gaps * size] * 2), strict=True)]
 
     def caches(heads: int) -> list[torch.Tensor]:
         return [torch.zeros(6, heads, size, width, dtype=dtype) for _ in range(2)]
@@ -129,10 +152,11 @@ def test_files_are_safetensors_and_come_back_as_they_were(
         for layer, cache in enumerate(own):
             key, value = (part[:, rank : rank + 1] for part in wanted[2 * layer : 2 * layer + 2])
             key = torch.cat([value, key], dim=-1) if is_latent else key
+            there = torch.arange(tokens)[tokens - len(key) :]
+            slots = tables[layer][there // size] * size + there % size
             write_kv(cache, slots, key, value, layout)
-    writers = [
-        BlockBytes(own, layout, rank, 2, value_size=value_size) for rank, own in enumerate(halves)
-    ]
+    by_groups: dict[str, Any] = {"value_size": value_size, "groups": [0, 1]}
+    writers = [BlockBytes(own, layout, rank, 2, **by_groups) for rank, own in enumerate(halves)]
     origin = Origin("s", "t", {}, num_ranks=2, num_heads=2)
     assert all_heads([writer.shape() for writer in writers], origin) == [[2, *sizes]] * 2
     path = tmp_path / "one.safetensors"
@@ -148,22 +172,23 @@ def test_files_are_safetensors_and_come_back_as_they_were(
         name = f"layers.{part // 2}.{'values' if part % 2 else 'keys'}"
         assert torch.equal(tensors[name], wanted[part])
 
+    firsts = [(0, 0), (1, gaps * size)]
     for ranks in (1, 4):
         heads = max(1, 2 // ranks)
         readers = [
-            BlockBytes(caches(heads), layout, rank, ranks, value_size=value_size)
-            for rank in range(ranks)
+            BlockBytes(caches(heads), layout, rank, ranks, **by_groups) for rank in range(ranks)
         ]
         _write(readers, path, shape, tokens, blocks)
         for rank, reader in enumerate(readers):
             first = rank * 2 // ranks
             mine = [part[:, first : first + heads].contiguous() for part in wanted]
             expected = b"".join(part.view(torch.uint8).numpy().tobytes() for part in mine)
-            assert reader.read(blocks, (0, 4), 0, tokens) == expected
+            read = [reader.read(blocks, (2 * n, 2 * n + 2), f, tokens) for n, f in firsts]
+            assert b"".join(read) == expected
 
 
 def _write(
-    readers: list[BlockBytes], path: Path, shape: KVShape, tokens: int, blocks: list[int]
+    readers: list[BlockBytes], path: Path, shape: KVShape, tokens: int, blocks: list[list[int]]
 ) -> None:
     with ReadAhead(path.open("rb")) as ahead:
         header = ahead.read(header_size(ahead.read(8), path.stat().st_size))
@@ -306,12 +331,20 @@ class _Engine:
                 {
                     "dtype": "float32",
                     "layers": [[1, 4, 4]],
+                    "groups": [0],
                     "scales": [],
                     "hidden": ["float32", 0],
+                    "states": [],
                 },
             ],
             "snapshot_begin": 0,
-            "snapshot_allocate": {"blocks": [0], "in_host": False, "hidden": None},
+            "snapshot_allocate": {
+                "blocks": [[0]],
+                "firsts": [0],
+                "in_host": False,
+                "hidden": None,
+                "state": None,
+            },
         }.get(name)
 
 
@@ -329,7 +362,7 @@ def _load_whole(uri: str, overtaken: Callable[[int], None]) -> tuple[int, bytes]
         *(SnapshotFolder(uri), target, "a", names_of),
         *(lambda messages: None, lambda: None, "refuse", False),
     )
-    (message,) = drive(steps, engine.answer)
+    (message,) = drive(steps, engine.answer).messages
     return message.token_ids[0], engine.written
 
 
@@ -600,7 +633,7 @@ def test_recipes_come_back_with_their_digests() -> None:
     alone = encoded(store, "alone", 6, [])
     links = exact_chain(whole(a, alone), None, store)
     (copy,) = alone.message.copies.values()
-    patched, _ = repaired_chain(whole(a, alone), (0, 10), [(), ((1, 3),)], None, store)
+    patched, *_ = repaired_chain(whole(a, alone), (0, 10), [(), ((1, 3),)], None, store)
     reader = encoded(store, "reader", 3, links)
     repaired = encoded(store, "repaired", 3, patched)
     store.free(a.message)
@@ -680,8 +713,11 @@ def test_all_that_a_tenant_has_saved_counts_and_can_be_deleted(tmp_path: Path) -
     limits = ServerConfig(max_kept_gib_per_tenant=40_000 / 2**30, max_kept_names_per_tenant=3)
     (folders, _) = served.start(str(tmp_path), None, limits)
     assert folders is not None and folders.keep_key is not None
-    assert folders.room("t", "new") == 40_000
+    assert folders.room("t", "new") == 40_000 and folders.room("t", "new", 0.5) == 20_000
     save(f"{tmp_path}/t/recipes", 1, b"")
+    assert 0 < folders.room("t", "recipes", 0.5) <= 20_000
+    with pytest.raises(LimitError, match="max_kept_names_per_tenant"):
+        folders.room("t", "new", 0.5)  # a half of three names is one
     left = folders.folder("t", "left")  # by a save that was killed
     left.make()
     with left.create()[1] as file:

@@ -26,7 +26,8 @@ NOW = 100.0
 def _message(name: str, tenant: str = "", num_blocks: int = 1, **state: Any) -> Encoding:
     message = StoredMessage(name, "s", tenant)
     encoding = message.own = Encoding(message, Trace(name))
-    encoding.blocks = [SimpleNamespace(block_id=f"{name}{i}") for i in range(num_blocks)]
+    blocks = [SimpleNamespace(block_id=f"{name}{i}", is_null=False) for i in range(num_blocks)]
+    encoding.blocks, encoding.num_blocks = (blocks,), num_blocks
     encoding.num_encoded = 4 * num_blocks
     for key, value in state.items():
         setattr(message if key == "pinned_until" else encoding, key, value)
@@ -114,7 +115,8 @@ def _planned(tier: HostTier, copies: BlockCopies) -> PlannedCopies:
 
 
 def _blocks(name: str, count: int) -> list[Any]:
-    return [SimpleNamespace(block_id=f"{name}{i}", ref_cnt=1) for i in range(count)]
+    numbers = range(count)
+    return [SimpleNamespace(block_id=f"{name}{i}", ref_cnt=1, is_null=False) for i in numbers]
 
 
 def test_host_memory_keeps_the_most_recently_used() -> None:
@@ -128,8 +130,9 @@ def test_host_memory_keeps_the_most_recently_used() -> None:
     assert _planned(tier, copies) == PlannedCopies((), (), ())
     tier.save(c)
     assert b not in tier and a in tier and c in tier and tier.num_used == 3
-    assert tier.place_of(a) == (0, 8)
-    tier.load(a, _blocks("new", 2))
+    copy = tier.find(a)
+    assert (copy.stored_position, copy.num_encoded) == (0, 8)
+    tier.load(a, [(0, 0), (0, 1)], _blocks("new", 2))
     planned = _planned(tier, copies)
     assert [block for block, _ in planned.saves] == ["c0"]
     assert planned.loads == ((first.saves[0][1], "new0"), (first.saves[1][1], "new1"))
@@ -148,7 +151,7 @@ def test_what_is_loaded_in_a_step_is_not_overwritten_by_its_saves() -> None:
     tier.save(_message("d", num_blocks=2))
     tier.save(_message("too large", num_blocks=3))
     assert a in tier and b not in tier
-    tier.load(a, _blocks("new", 2))
+    tier.load(a, [(0, 0), (0, 1)], _blocks("new", 2))
     planned = _planned(tier, copies)
     assert not {to for _, to in planned.saves} & {source for source, _ in planned.loads}
     tier.save(_message("e", num_blocks=3))  # in the next step it may go
@@ -193,7 +196,7 @@ def test_what_lost_its_place_is_not_copied_there() -> None:
     pool.free_blocks([lost, loaded])
     copies.on_freed([kept, lost, loaded])
     planned = copies.take()
-    assert planned.moves == ((source.block_id, kept.block_id, 0),) and not planned.loads
+    assert planned.moves == ((source.block_id, kept.block_id, 0, 0),) and not planned.loads
     assert source.ref_cnt == 1
 
 

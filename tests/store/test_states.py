@@ -8,6 +8,7 @@ import pytest
 from tests.store.test_store import SIZE, Block, Pool
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.state_starts import PlannedStart, StateOrigin
 from vllm_choreo.store.states import States
 from vllm_choreo.store.store import MessageStore
 
@@ -39,7 +40,7 @@ def _message(store: MessageStore, name: str) -> Encoding:
     encoding = store.create("a", name).own
     encoding.token_ids, encoding.plan = [1, 2], CallPlan((), 0, 0, True)
     store.identify(encoding)
-    store.hold(encoding, store.residency.pool.new(1), 2)  # type: ignore[attr-defined]
+    store.hold(encoding, [store.residency.pool.new(1)], 2)  # type: ignore[attr-defined]
     return encoding
 
 
@@ -54,13 +55,14 @@ def _made(store: MessageStore, name: str) -> Encoding:
     return encoding
 
 
-def _next_step(store: MessageStore) -> list[tuple[int, int]]:
-    """Plan and run the step; returns the states that it copied."""
+def _next_step(store: MessageStore) -> list[PlannedStart]:
+    """Plan and run the step; returns the states that began in it."""
     assert store.states is not None
     store.take_block_copies()
-    moves = store.states.copies.take().moves
+    store.states.copies.take()
+    starts = store.states.starts.take()
     store.begin_step()
-    return [(source, target) for source, target, _ in moves]
+    return list(starts)
 
 
 def test_branches_begin_with_copies_of_one_state(store: MessageStore) -> None:
@@ -68,11 +70,11 @@ def test_branches_begin_with_copies_of_one_state(store: MessageStore) -> None:
     assert states is not None
     a = _made(store, "a")
     assert a.state is not None
-    states.start("x", a)
-    states.start("y", a)
+    states.start("x", StateOrigin(a))
+    states.start("y", StateOrigin(a))
     x, y = states.find("x"), states.find("y")
     assert x is not None and y is not None and len({a.state, x, y}) == 3
-    assert _next_step(store) == [(a.state.block_id, x.block_id), (a.state.block_id, y.block_id)]
+    assert _next_step(store) == [(s.block_id, a.state.block_id, ()) for s in (x, y)]
     states.release("x")
     states.release("y")
     assert (a.state.ref_cnt, states.num_free) == (1, 3)
@@ -85,18 +87,18 @@ def test_a_state_is_read_in_a_later_step_than_it_was_written(store: MessageStore
     a = _message(store, "a")
     states.start("makes a", None)
     store.hold_state(a, "makes a")
-    assert not store.can_begin_behind(a)
+    assert not store.can_begin_with([a])
     _next_step(store)
-    assert store.can_begin_behind(a)
+    assert store.can_begin_with([a])
     store.evict(a, into_host=False)
-    assert not store.can_begin_behind(a) and store.can_begin_behind(None)
+    assert not store.can_begin_with([a]) and store.can_begin_with([])
 
 
 def test_a_preempted_request_withdraws_its_copy(store: MessageStore) -> None:
     states = store.states
     assert states is not None
     a = _made(store, "a")
-    states.start("x", a)
+    states.start("x", StateOrigin(a))
     states.release("x")
     assert _next_step(store) == []
     assert states.num_free == states.num_states - 1
@@ -106,7 +108,7 @@ def test_states_make_room_before_blocks_do(store: MessageStore) -> None:
     states = store.states
     assert states is not None
     a, b, c = (_made(store, name) for name in "abc")
-    states.start("x", a)  # the latest used
+    states.start("x", StateOrigin(a))  # the latest used
     _next_step(store)
     states.release("x")
     assert states.victim((), 0.0) is b
@@ -137,17 +139,104 @@ def test_a_state_comes_back_for_calls_of_the_very_step(store: MessageStore) -> N
     a = _made(store, "a")
     assert a.state is not None
     store.take_block_copies()
+    states.starts.take()
     old = a.state.block_id
     store.evict_state(())
     planned = states.copies.take()
     assert [source for source, _ in planned.saves] == [old]
     store.begin_step()
-    assert a in states.tier and not store.can_begin_behind(a)
+    assert a in states.tier and not store.can_begin_with([a])
     store.restore_state(a)
-    assert store.can_begin_behind(a)
+    assert store.can_begin_with([a])
     planned = states.copies.take()
     assert a.state is not None
     assert [target for _, target in planned.loads] == [a.state.block_id]
     a.message.freed = True
     store.settle(a)
     assert a not in states.tier and states.num_free == states.num_states
+
+
+# -- any order -----------------------------------------------------------------------------------
+
+
+def test_a_call_begins_behind_as_many_parents_as_stood_before_the_last_of_them(
+    store: MessageStore,
+) -> None:
+    a, b, c, d = (_message(store, name) for name in "abcd")
+    b.parents, d.parents = (a,), (c, a)
+    for parents, behind, composed in (
+        ((), None, ()),
+        ((a,), a, ()),
+        ((a, b), b, ()),
+        ((a, b, c), b, (c,)),
+        ((b,), None, (b,)),  # without what it was encoded behind
+        ((b, a), None, (b, a)),
+        ((a, a), a, (a,)),
+        ((c, a), c, (a,)),
+        ((c, a, d), d, ()),  # no chain, and composed when `d` was encoded
+        ((c, a, d, b), d, (b,)),
+        ((a, c, d), a, (c, d)),
+    ):
+        assert StateOrigin.of(parents) == (behind, composed)
+
+
+@pytest.fixture
+def composed() -> MessageStore:
+    made = MessageStore(Pool(), SIZE, states=States(StatePool(), is_composed=True))
+    made.begin_step()
+    return made
+
+
+def test_who_composes_holds_all_that_it_takes_until_the_step_is_planned(
+    composed: MessageStore,
+) -> None:
+    states = composed.states
+    assert states is not None
+    a, b = _made(composed, "a"), _made(composed, "b")
+    assert a.state is not None and b.state is not None
+    of_a, of_b = a.state, b.state
+    states.start("x", StateOrigin(a, (b, a)))
+    target = states.find("x")
+    assert target is not None
+    assert composed.evict_state(()) is False  # all of them are taken
+    states.drop(b)
+    assert (of_a.ref_cnt, of_b.ref_cnt) == (3, 1)
+    started = PlannedStart(target.block_id, of_a.block_id, ((of_b.block_id, 2), (of_a.block_id, 2)))
+    assert _next_step(composed) == [started]
+    assert (of_a.ref_cnt, of_b.ref_cnt) == (1, 0)
+    states.check()
+
+
+def test_a_start_that_is_withdrawn_lets_go_of_all_that_it_takes(composed: MessageStore) -> None:
+    states = composed.states
+    assert states is not None
+    a, b = _made(composed, "a"), _made(composed, "b")
+    states.start("x", StateOrigin(None, (b, a)))
+    states.release("x")
+    assert _next_step(composed) == [] and states.num_free == states.num_states - 2
+
+
+def test_nothing_has_been_done_to_the_state_of_a_call_that_begins_a_text(
+    composed: MessageStore,
+) -> None:
+    states = composed.states
+    assert states is not None
+    states.start("call", StateOrigin(None))
+    states.start("no call", None)
+    state = states.find("call")
+    assert state is not None and _next_step(composed) == [(state.block_id, None, ())]
+
+
+def test_one_that_runs_alone_takes_states_of_others_and_last_its_own(
+    composed: MessageStore,
+) -> None:
+    states = composed.states
+    assert states is not None
+    a, b, c = (_made(composed, name) for name in "abc")
+    states.start("runs", None)
+    assert not states.num_free
+    assert not composed.free_a_state([{a, b, c}, {b}, ()], is_alone=False)
+    assert composed.free_a_state([{a, b, c}, {b, c}, {c}], is_alone=True)
+    assert a.state is None
+    states.start("more", None)
+    assert composed.free_a_state([{b, c}, {b, c}, {c}], is_alone=True) and b.state is None

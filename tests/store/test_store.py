@@ -24,12 +24,14 @@ SIZE = 4
 class Block:
     block_id: int
     ref_cnt: int = 0
+    is_null: bool = False
 
 
 class Pool:
     """Counts as vLLM's does, and refuses to count below zero."""
 
     def __init__(self) -> None:
+        self.null_block = Block(-1, is_null=True)
         self.blocks: list[Block] = []
         self.freed: list[int] = []
 
@@ -62,7 +64,7 @@ def _encode(store: MessageStore, message: Encoding, num_encoded: int | None = No
     """What a request does: run on its own blocks, have them held, end."""
     count = message.num_tokens if num_encoded is None else num_encoded
     own = _pool(store).new(-(-message.num_tokens // SIZE))
-    store.hold(message, own, count)
+    store.hold(message, [own], count)
     _pool(store).free_blocks(reversed(own))
 
 
@@ -96,7 +98,11 @@ def test_a_message_is_known_in_its_session_only(store: MessageStore) -> None:
 def test_held_blocks_outlive_the_request_and_return_tail_first(store: MessageStore) -> None:
     message = _message(store, "m", 9)
     _encode(store, message)
-    assert [(block.block_id, block.ref_cnt) for block in message.blocks] == [(0, 1), (1, 1), (2, 1)]
+    assert [(block.block_id, block.ref_cnt) for block in message.held_blocks] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+    ]
     assert message.is_resident and _pool(store).freed == []
     store.evict(message)
     assert not message.is_resident and message.is_known
@@ -109,7 +115,7 @@ def test_held_blocks_outlive_the_request_and_return_tail_first(store: MessageSto
 def test_a_block_without_an_encoded_token_is_not_held(store: MessageStore) -> None:
     message = _message(store, "m", 9)
     _encode(store, message, 8)  # the ninth is sampled, but has no key yet
-    assert [block.block_id for block in message.blocks] == [0, 1]
+    assert [block.block_id for block in message.held_blocks] == [0, 1]
     assert not message.is_resident
     assert stats(store)["messages"][0]["blocks"][1]["num_valid_slots"] == 4
 
@@ -169,7 +175,7 @@ def test_a_freed_message_stays_while_a_patch_of_it_is_to_be_laid_over_it(
     for _ in range(2):
         assert source.is_resident
         (block,) = _pool(store).new(1)
-        store.residency.patch(patch, [block], 0, store.step)
+        store.residency.patch(patch, [[block]], 0, store.step)
         _pool(store).free_blocks([block])
         store.settle(patch)
         assert patch.blocks and not source.blocks, "it has a place of its own now"
@@ -216,9 +222,9 @@ def test_whatever_happens_references_are_balanced(steps: list[tuple[str, int]]) 
         elif action == "evict" and not message.num_readers:
             store.evict(message)
         elif action == "read" and message.is_resident:
-            pool.touch(message.blocks)
+            pool.touch(message.held_blocks)
             _read(store, message)
-            read.append((message, list(message.blocks)))
+            read.append((message, message.held_blocks))
         elif action == "leave" and read:
             left, blocks = read.pop(number % len(read))
             pool.free_blocks(blocks)
@@ -230,7 +236,7 @@ def test_whatever_happens_references_are_balanced(steps: list[tuple[str, int]]) 
             store.settle(message)
         elif action == "make_room":
             store.evict_one([], False)
-        held = [b for m in messages for b in m.blocks] + [b for _, bs in read for b in bs]
+        held = [b for m in messages for b in m.held_blocks] + [b for _, bs in read for b in bs]
         assert all(block.ref_cnt == held.count(block) for block in pool.blocks)
         assert set(store.residency.holding()) == {m for m in messages if m.blocks}
         store.residency.check()
@@ -253,12 +259,13 @@ def test_what_one_session_frees_another_still_shares(leaves_first: str) -> None:
         encoding = _message(store, f"{session}/m", 2 * SIZE + 1, session)
         store.identify(encoding)
         store.share(encoding)
-        store.hold(encoding, [*encoding.blocks, *pool.new(3 - len(encoding.blocks))], 2 * SIZE + 1)
+        own = [*encoding.held_blocks, *pool.new(3 - encoding.num_blocks)]
+        store.hold(encoding, [own], 2 * SIZE + 1)
         made.append(encoding)
-    assert made[0].blocks[:2] == made[1].blocks[:2]
+    assert made[0].held_blocks[:2] == made[1].held_blocks[:2]
     gone, kept = made if leaves_first == "earliest" else reversed(made)
     store.free(gone.message)
     late = _message(store, "c/m", 2 * SIZE + 1, "c")
     store.identify(late)
     store.share(late)
-    assert late.blocks == kept.blocks[:2] and late.num_encoded == 2 * SIZE
+    assert late.held_blocks == kept.held_blocks[:2] and late.num_encoded == 2 * SIZE

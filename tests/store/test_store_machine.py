@@ -126,7 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
             elif mode == "repaired":
                 runs = [_drawn_runs(data, link.num_tokens) for link in links]
                 offsets = list(accumulate((link.num_tokens for link in links), initial=0))
-                links, _ = repaired_chain(links, offsets[:-1], runs, None, self.store)
+                links, *_ = repaired_chain(links, offsets[:-1], runs, None, self.store)
         except LimitError:  # calls need all copies of the session
             copies = [c for m in self.store.messages(tenant) for c in m.copies.values()]
             assert any(copy.in_use or copy.num_wanting for copy in copies)
@@ -166,15 +166,15 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.is_planning:
             return
         source, runs = encoding.patch.source, encoding.patch.runs
-        blocks = list(source.blocks)
+        blocks = source.held_blocks
         touched = {n for start, stop in runs for n in range(start // SIZE, -(-stop // SIZE))}
         new = self.pool.new(len(touched))
         for n, block in zip(touched, new, strict=True):
             blocks[n] = block
-        self.store.residency.patch(encoding, blocks, source.stored_position, self.store.step)
+        self.store.residency.patch(encoding, [blocks], source.stored_position, self.store.step)
         self.pool.free_blocks(new)
         for n, block in zip(touched, new, strict=True):
-            self.store.residency.block_copies.move(source.blocks[n], block, 0)
+            self.store.residency.block_copies.move(source.held_blocks[n], block, 0)
         self.store.settle(source)
         for run in runs:
             self._enter(encoding, run)
@@ -203,25 +203,25 @@ class StoreMachine(RuleBasedStateMachine):
         call = ready[index % len(ready)]
         encoding, call.is_new = call.encoding, True
         if call.run is not None:
-            call.blocks = [block for parent in call.reads for block in parent.blocks]
+            call.blocks = [block for parent in call.reads for block in parent.held_blocks]
             self.pool.touch(call.blocks)
             self.store.residency.read(call.reads)
             self.store.on_written(encoding, call.run)
             first, stop = call.run
             touched = range(first // SIZE, -(-stop // SIZE))
-            self.writes += [(encoding.blocks[n].block_id, tag(encoding, n)) for n in touched]
+            self.writes += [(encoding.held_blocks[n].block_id, tag(encoding, n)) for n in touched]
             return
         if not encoding.num_encoded and not encoding.is_given_up:
             self.store.share(encoding)
-        adopted = [block for parent in call.reads for block in parent.blocks]
+        adopted = [block for parent in call.reads for block in parent.held_blocks]
         num_reused = min(encoding.num_encoded, encoding.num_tokens - 1) // SIZE
-        adopted_own = encoding.blocks[:num_reused]
+        adopted_own = encoding.held_blocks[:num_reused]
         self.pool.touch([*adopted, *adopted_own])
         own = [*adopted_own, *self.pool.new(-(-encoding.num_tokens // SIZE) - num_reused)]
         call.blocks = [*adopted, *own]
         self.store.residency.read(call.reads)
         if not encoding.is_resident:
-            self.store.hold(encoding, own, encoding.num_tokens)
+            self.store.hold(encoding, [own], encoding.num_tokens)
         written = enumerate(own[num_reused:], num_reused)
         self.writes += [(block.block_id, tag(encoding, n)) for n, block in written]
 
@@ -247,6 +247,8 @@ class StoreMachine(RuleBasedStateMachine):
         for parent in call.reads:
             self.store.settle(parent)
         self.store.residency.remove_encoder(call.encoding, call.id)
+        if call.encoding.unwritten and not call.encoding.encoders:
+            self.store.residency.drop(call.encoding)  # as the call table does
         self.store.settle(call.encoding)
 
     # -- memory ----------------------------------------------------------------------------
@@ -265,22 +267,24 @@ class StoreMachine(RuleBasedStateMachine):
         self.is_planning = False
         for call in self.calls:  # before anything is checked, or what fails never ends
             call.is_new = False
-        targets = [target for _, target in copies.loads] + [target for _, target, _ in copies.moves]
+        targets = [target for _, target in copies.loads] + [
+            target for _, target, *_ in copies.moves
+        ]
         assert len(targets) == len({*targets})
         # What a patch alone is made of has no owner left, and is nobody else's before the step ran.
-        sources = {source for source, _, _ in copies.moves}
+        sources = {source for source, *_ in copies.moves}
         assert all(self.pool.blocks[t].ref_cnt or t in sources for t in targets)
         for source, host_block in copies.saves:
             self.host[host_block] = self.cache.get(source)
         for host_block, target in copies.loads:
             self.cache[target] = self.host.get(host_block)
-        moved = [(target, self.cache.get(source)) for source, target, _ in copies.moves]
+        moved = [(target, self.cache.get(source)) for source, target, *_ in copies.moves]
         self.cache.update([*moved, *self.writes])
         self.writes = []
         for encoding in self.seen:
             if encoding.is_resident:
-                lying = [self.cache.get(block.block_id) for block in encoding.blocks]
-                assert lying == [tag(encoding, n) for n in range(len(encoding.blocks))]
+                lying = [self.cache.get(block.block_id) for block in encoding.held_blocks]
+                assert lying == [tag(encoding, n) for n in range(encoding.num_blocks)]
 
     @precondition(lambda self: not self.is_planning)
     @rule(num_tokens=st.integers(1, 11), tenant=st.sampled_from("ab"), into_host=st.booleans())
@@ -296,12 +300,12 @@ class StoreMachine(RuleBasedStateMachine):
         need = -(-num_tokens // SIZE)
         tags = [tag(encoding, n) for n in range(need)]
         if into_host and self.store.tier is not None:
-            if host_blocks := self.store.tier.reserve(encoding, need, num_tokens, 0):
-                self.host.update(zip(host_blocks, tags, strict=True))
+            if copy := self.store.tier.reserve(encoding, [range(need)], num_tokens, 0):
+                self.host.update(zip(copy.host_blocks, tags, strict=True))
                 self.store.tier.on_filled(encoding)
             return
         blocks = self.pool.new(need)
-        self.store.hold(encoding, blocks, num_tokens)
+        self.store.hold(encoding, [blocks], num_tokens)
         self.pool.free_blocks(blocks)
         self.cache.update(zip((block.block_id for block in blocks), tags, strict=True))
 
@@ -330,7 +334,7 @@ class StoreMachine(RuleBasedStateMachine):
         if saved:
             encoding = saved[index % len(saved)]
             tier.protect(encoding)
-            blocks = self.pool.new(tier.num_blocks_of(encoding))
+            blocks = self.pool.new(len(tier.restorable(encoding)))
             self.store.restore(encoding, blocks)
             self.pool.free_blocks(blocks)
 
@@ -356,9 +360,9 @@ class StoreMachine(RuleBasedStateMachine):
         held: dict[Any, int] = {}
         of_calls = [block for call in self.calls for block in call.blocks or []]
         copies = self.store.residency.block_copies
-        pending = [source for source, _ in copies._moves.values()]
+        pending = [source for source, *_ in copies._moves.values()]
         pending += [] if self.is_planning else copies._saves.values()
-        for block in [*of_calls, *pending, *(b for e in self.seen for b in e.blocks)]:
+        for block in [*of_calls, *pending, *(b for e in self.seen for b in e.held_blocks)]:
             held[block] = held.get(block, 0) + 1
         assert all(block.ref_cnt == held.get(block, 0) for block in self.pool.blocks)
         assert set(self.store.residency.holding()) == {e for e in self.seen if e.blocks}

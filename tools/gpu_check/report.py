@@ -20,7 +20,7 @@ from tools.gpu_check.machine_code import (
     operations,
 )
 from tools.gpu_check.shapes import SHAPES
-from vllm_choreo.ops.triton.tuning import launch_of
+from vllm_choreo.ops.triton.tuning import tuning_of
 
 BASELINE = Path(__file__).with_name("baseline.csv")
 KIB = 1024
@@ -132,7 +132,7 @@ def report_on(launch: Launch, shape: str, arch: int) -> tuple[KernelReport, list
         faults.append(f"{report}: no multiprocessor holds a program of it")
     if launch.kernel == "attend_tiles":
         row_bytes = launch.constants["PADDED_HEAD_SIZE"] * SHAPES[shape].dtype.itemsize
-        planned = launch_of(report.rows, row_bytes, arch).num_programs
+        planned = tuning_of(report.rows, row_bytes, arch).num_programs
         if report.programs < planned:
             faults.append(
                 f"{report}: a multiprocessor holds {report.programs} programs, work is split for "

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools.site.followed import broken_links
 from tools.site.hooks import ROOT, site_paths
 from tools.site.loaded import loaded_from_elsewhere, shown_as_written
 
@@ -40,9 +41,14 @@ def main() -> int:
             print(f"make docs: {command[0]} has found something", file=sys.stderr)
             return 1
     found = []
-    for page in sorted(SITE.rglob("*.html")):
-        text = page.read_text(encoding="utf-8")
-        name = page.relative_to(SITE)
+    files = frozenset(str(path.relative_to(SITE)) for path in SITE.rglob("*") if path.is_file())
+    pages = {
+        f: (SITE / f).read_text(encoding="utf-8") for f in sorted(files) if f.endswith(".html")
+    }
+    # The page of what is not found is shown at any address, with links from the root.
+    followed = {name: text for name, text in pages.items() if name != "404.html"}
+    found += broken_links(followed, files)
+    for name, text in pages.items():
         found += [f"{name} loads {address}" for address in loaded_from_elsewhere(text)]
         found += [f"{name} shows as it was written: {line}" for line in shown_as_written(text)]
     if found:

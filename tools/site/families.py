@@ -70,7 +70,12 @@ def family_page(family: Family) -> str:
         lines += ["", f"## {family.section}", "", family.section_text.strip()]
     lines += ["", "## What is refused", "", "| what | why |", "|---|---|"]
     lines += [f"| {what} | {why} |" for what, why in family.refused]
-    return "\n".join([*lines, ""])
+    page = "\n".join([*lines, ""])
+    headings = {slug(heading) for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
+    # Sections of docs/models.md that are not on this page.
+    return re.sub(
+        r"\]\(#([^)]+)\)", lambda m: m[0] if m[1] in headings else f"](models.md#{m[1]})", page
+    )
 
 
 def _sections(text: str) -> list[tuple[str, str]]:

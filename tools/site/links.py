@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+# A label may go on in the next line, not in the next paragraph.
+_LINK = re.compile(r"(!?)\[((?:[^\[\]\n]|\n(?!\s*\n)|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^ *(```|~~~)")
 _ELSEWHERE = re.compile(r"[a-z]+:|#|/")
 
@@ -38,8 +39,11 @@ def relink(text: str, source: str, page: str, pages: Mapping[str, str], root: Pa
             return f"{bang}[{label}]({relative}{'#' + anchor if anchor else ''})"
         return label if (root / named).exists() and not bang else match.group()
 
-    lines, is_code = [], False
+    parts, is_code = [""], False
     for line in text.splitlines(keepends=True):
-        is_code ^= bool(_FENCE.match(line))
-        lines.append(line if is_code else _LINK.sub(replaced, line))
-    return "".join(lines)
+        if _FENCE.match(line):
+            is_code = not is_code
+            parts.append("")
+        parts[-1] += line
+    # Every other part begins with the fence of a block of code.
+    return "".join(part if n % 2 else _LINK.sub(replaced, part) for n, part in enumerate(parts))

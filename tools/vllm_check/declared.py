@@ -10,6 +10,7 @@ _CORE = "vllm.v1.core"
 _CONFIG = "vllm.config"
 _RUNNER = "vllm.v1.worker"
 _SERVE = "vllm.entrypoints"
+_DELTA_RULE = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
 
 DECLARED = (
     # The scheduler, through its block manager
@@ -17,9 +18,11 @@ DECLARED = (
     f"{_CORE}.block_pool.BlockPool.free_blocks(blocks)",
     f"{_CORE}.block_pool.BlockPool.get_new_blocks(n)",
     f"{_CORE}.block_pool.BlockPool.get_num_free_blocks()",
+    f"{_CORE}.block_pool.BlockPool.null_block",
     f"{_CORE}.block_pool.BlockPool.num_gpu_blocks",
     f"{_CORE}.block_pool.BlockPool(num, enable_caching=False, hash_block_size=size)",
     f"{_CORE}.kv_cache_utils.KVCacheBlock.block_id",
+    f"{_CORE}.kv_cache_utils.KVCacheBlock.is_null",
     f"{_CORE}.kv_cache_utils.KVCacheBlock.ref_cnt",
     f"{_CORE}.kv_cache_manager.KVCacheManager.block_pool",
     f"{_CORE}.kv_cache_manager.KVCacheManager.coordinator",
@@ -27,6 +30,7 @@ DECLARED = (
     f"{_CORE}.kv_cache_manager.KVCacheBlocks.blocks",
     f"{_CORE}.kv_cache_coordinator.KVCacheCoordinator.single_type_managers",
     f"{_CORE}.single_type_kv_cache_manager.SingleTypeKVCacheManager.req_to_blocks",
+    f"{_CORE}.single_type_kv_cache_manager.SlidingWindowManager.kv_cache_group_id",
     f"{_CORE}.sched.scheduler.Scheduler.finish_requests(ids, status)",
     f"{_CORE}.sched.scheduler.Scheduler.kv_holding_waiting",
     f"{_CORE}.sched.output.KVConnectorBlockState.req_ids",
@@ -52,6 +56,7 @@ DECLARED = (
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec.layer_names",
     "vllm.v1.kv_cache_interface.KVCacheSpec.max_memory_usage_bytes(vllm_config)",
     "vllm.v1.kv_cache_interface.KVCacheSpec.page_size_bytes",
+    "vllm.v1.kv_cache_interface.SlidingWindowSpec.sliding_window",
     "vllm.v1.kv_cache_interface.MambaSpec.dtypes",
     "vllm.v1.kv_cache_interface.MambaSpec.mamba_type",
     "vllm.v1.kv_cache_interface.MambaSpec.shapes",
@@ -106,6 +111,7 @@ DECLARED = (
     f"{_CONFIG}.ParallelConfig.worker_cls",
     f"{_CONFIG}.CompilationConfig.static_forward_context",
     f"{_CONFIG}.SchedulerConfig.async_scheduling",
+    f"{_CONFIG}.SchedulerConfig.disable_hybrid_kv_cache_manager",
     f"{_CONFIG}.SchedulerConfig.enable_chunked_prefill",
     f"{_CONFIG}.SchedulerConfig.max_num_batched_tokens",
     f"{_CONFIG}.SchedulerConfig.scheduler_cls",
@@ -129,6 +135,7 @@ DECLARED = (
     f"{_RUNNER}.gpu_input_batch.InputBatch.req_ids",
     f"{_RUNNER}.block_table.BlockTable.get_device_tensor(num_reqs)",
     f"{_RUNNER}.block_table.BlockTable.max_num_blocks_per_req",
+    f"{_RUNNER}.block_table.MultiGroupBlockTable.block_tables",
     f"{_RUNNER}.gpu_model_runner.GPUModelRunner.discard_request_mask",
     f"{_RUNNER}.gpu_model_runner.GPUModelRunner.get_model()",
     f"{_RUNNER}.gpu_model_runner.GPUModelRunner.calculate_reorder_batch_threshold()",
@@ -173,6 +180,17 @@ DECLARED = (
     "vllm.model_executor.layers.attention.Attention.sliding_window",
     "vllm.model_executor.layers.mamba.abstract.MambaBase.get_attn_backend()",
     "vllm.model_executor.layers.mamba.abstract.MambaBase.kv_cache",
+    # Of layers that are followed (`composed_layers.py`)
+    "vllm.model_executor.layers.mamba.abstract.MambaBase.get_state_dtype()",
+    "vllm.model_executor.layers.mamba.abstract.MambaBase.get_state_shape()",
+    "vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.A",
+    "vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.dt_bias",
+    "vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.tped_dt_size",
+    f"{_DELTA_RULE}.A_log",
+    f"{_DELTA_RULE}.dt_bias",
+    f"{_DELTA_RULE}.head_k_dim",
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+    "._cpu_gdn_attention_nonspec(layer, metadata, mixed_qkv, b, a, core_attn_out)",
     "vllm.model_executor.layers.mamba.ops.ssu_dispatch"
     ".initialize_mamba_ssu_backend(mamba_config, kv_cache_config)",
     "vllm.v1.attention.backend.AttentionBackend.get_builder_cls()",

@@ -67,7 +67,8 @@ class Choreography(CallMethods):
             or a `vllm.lora.request.LoRARequest`; None: the model alone.
         placement: the calls that use it: "prefill", those that encode messages; "decode", those
             that generate; "both"; None: the placement that training has written into the folder.
-        repair: the rule of calls that name none, such as "first:32" (docs/repair.md); None: none.
+        repair: the rule of calls that name none, such as "first:32" (docs/repair.md), or the `Path`
+            of a folder of profiles of pairs (docs/variants.md); None: none.
 
     `tokens` and `header` are text or token ids; text is tokenised without special tokens added.
     A list of dicts (key `tokens` or `header`, and the options of the call) runs in parallel and

@@ -58,6 +58,7 @@ class Entries:
         self.count = 0
         self._limits = limits
         self._live: dict[str, PlannedCall | Message] = {}
+        self._writers: dict[str, str] = {}  # of messages that the engine's model has not written
         self._gone: OrderedDict[str, str] = OrderedDict()
         # While somebody holds a freed message, its id must not come to mean another one.
         self._held: WeakValueDictionary[str, Message] = WeakValueDictionary()
@@ -104,6 +105,7 @@ class Entries:
         """Forget everything; False if that was done before."""
         was_open, self.closed = not self.closed, True
         self._live.clear()
+        self._writers.clear()
         self._gone.clear()
         self.num_tokens = 0
         return was_open
@@ -117,6 +119,7 @@ class Entries:
 
     def _leave(self, message_id: str) -> PlannedCall | Message | None:
         entry = self._live.pop(message_id, None)
+        self._writers.pop(message_id, None)
         if entry is not None:
             self.num_tokens -= len(entry.token_ids)
             self._carried = None
@@ -138,6 +141,17 @@ class Entries:
         session, _, name = message_id.partition("/")
         is_number = name.isascii() and name.isdecimal() and str(int(name[:19])) == name
         return session == self.session and is_number and int(name) < self.count
+
+    # -- who has written them ----------------------------------------------------------------
+
+    def set_writer(self, message_id: str, weights: str) -> None:
+        """Record whose keys and values a live message has: digest of an adapter's or a model's."""
+        if message_id in self._live:
+            self._writers[message_id] = weights
+
+    def writer(self, message_id: str) -> str | None:
+        """Digest of the weights that have written a message; None: the engine's own model."""
+        return self._writers.get(message_id)
 
     # -- looking up --------------------------------------------------------------------------
 
@@ -177,8 +191,8 @@ class Entries:
             )
         forgotten = "; it may be one that was freed long ago" if len(self._gone) >= MAX_GONE else ""
         raise UnknownMessageError(
-            "no message of this session; the calls of one list do not see one another, and "
-            f"messages of other sessions are out of reach{forgotten}",
+            f"no message of this session has this name: make it in an earlier call, whose name or "
+            f"id this is, for messages of other sessions are out of reach{forgotten}",
             parameter=parameter,
             value=message_id,
         )

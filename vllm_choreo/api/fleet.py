@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
 
-from vllm_choreo.api.fleet_moves import (
-    Complete,
-    Holder,
-    MoveCounts,
-    Mover,
-    OneEngine,
+from vllm_choreo.api.fleet_moves import Complete, Holder, MoveCounts, Mover
+from vllm_choreo.api.fleet_transfer import (
+    FolderTransfer,
+    MoveFiles,
+    Transfer,
     exchange_folder,
 )
+from vllm_choreo.api.one_engine import OneEngine
 from vllm_choreo.api.recipes import CallRecipe
 from vllm_choreo.api.restored import SessionJournal
 from vllm_choreo.config import ChoreoConfig
@@ -62,7 +62,7 @@ class Fleet:
         homes: encodings by engine, as far as the front can tell.
         loads: estimated seconds of work by engine; infinite while one starts again.
         measured: rates of encoding and of moves.
-        mover: moves between the engines.
+        mover: moves between the engines; none are made before `move_by`.
         num_again, tokens_again: messages that engines were made to encode though they had been
             encoded before, and their tokens; by engine.
         journal: journal of what sessions make and free; None: they end with this process.
@@ -83,11 +83,11 @@ class Fleet:
         )
         self.loads = Loads(count)
         self._block_size = cache.block_size
-        num_bytes, can_move = _moves_of(config)
-        can_move = can_move and client.can_move
-        self.measured = MeasuredRates(num_bytes, can_move, cache.block_size / 2)
-        folder = exchange_folder(settings.move_folder)
-        self.mover = Mover(config, folder, client, self.measured)
+        self.measured = MeasuredRates(_token_bytes(config), False, cache.block_size / 2)
+        self.mover = Mover(self.measured)
+        if client.can_move:
+            folder = exchange_folder(settings.move_folder)
+            self.move_by(FolderTransfer(MoveFiles(config, folder, client)))
         self.num_again, self.tokens_again = [0] * count, [0] * count
         self.queued = [0] * count
         # What messages have an encoding on an engine: their sessions by their ids.
@@ -102,6 +102,11 @@ class Fleet:
         for engine in set(range(count)) - set(client.alive):
             self.on_end(engine)
         client.watcher = self
+
+    def move_by(self, transfer: Transfer) -> None:
+        """Have messages moved between the engines in this way from now on."""
+        self.mover.transfer = transfer
+        self.measured.can_move = True
 
     # -- what happens to engines -----------------------------------------------------------------
 
@@ -306,15 +311,11 @@ class EngineState:
         }
 
 
-def _moves_of(config: VllmConfig) -> tuple[float, bool]:
-    """Bytes of a token's keys and values, about; and whether they can be moved.
-
-    Of models with states files keep none.
-    """
+def _token_bytes(config: VllmConfig) -> float:
+    """Bytes of a token's keys and values, about."""
     model = config.model_config
     heads = model.get_total_num_kv_heads() * model.get_head_size()
-    num_bytes = 2 * 2 * model.get_total_num_hidden_layers() * heads
-    return float(num_bytes), not (model.is_hybrid or model.has_inner_state)
+    return float(2 * 2 * model.get_total_num_hidden_layers() * heads)
 
 
 def added_stats(answers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

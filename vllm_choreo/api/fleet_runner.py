@@ -24,8 +24,9 @@ from vllm_choreo.api.fleet_calls import (
     may_run_again,
     reading_call,
 )
-from vllm_choreo.api.fleet_moves import Holder, ask_workers
+from vllm_choreo.api.fleet_moves import Holder
 from vllm_choreo.api.fleet_snapshots import SNAPSHOT_ENGINE, SnapshotEngine
+from vllm_choreo.api.one_engine import ask_workers
 from vllm_choreo.api.outcomes import Outcome, checked_answer, choreo_result, report_of
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.planned import PlannedCall

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from vllm_choreo.api.fleet_moves import OneEngine, ask_engine
+from vllm_choreo.api.one_engine import OneEngine, ask_engine
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.recipes import CallRecipe, bound_recipe
 from vllm_choreo.errors import UnsupportedOptionError

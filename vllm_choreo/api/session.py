@@ -171,6 +171,7 @@ class Session:
             self._count = count
             raise
         self.entries.count = self._count
+        self.repair.note_writers(calls)
         return calls
 
     def _planned(self, spec: CallSpec, number: int) -> PlannedCall:
@@ -359,7 +360,8 @@ class Session:
         if total >= limit:
             raise TooLongError(
                 f"{total} tokens of parents and new message do not fit into a context of {limit}; "
-                "list fewer parents, or start the engine with a larger max_model_len",
+                f"{'shorten the new message' if num_new >= limit else 'list fewer parents'}, or "
+                "start the engine with a larger max_model_len",
                 parameter="parents",
                 value=f"{len(parents)} parents, {num_new} new tokens",
             )

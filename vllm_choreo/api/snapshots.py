@@ -74,8 +74,14 @@ class Snapshots:
         check_mode_keeps(self._session.mode)
         check_on_mismatch(on_mismatch)
         self._session.entries.check_open()
-        return loading(
-            self._folder(uri),
+        return self._loading(self._folder(uri), on_mismatch, progress)
+
+    def _loading(
+        self, folder: SnapshotFolder, on_mismatch: str, progress: bool | None
+    ) -> Steps[list[Message]]:
+        """Load, and note by whom the messages are written."""
+        loaded = yield from loading(
+            folder,
             self._origin(),
             self._session.tenant,
             self._session.names_of,
@@ -84,17 +90,13 @@ class Snapshots:
             on_mismatch,
             progress,
         )
+        if self._session.repair.asks_for_writers:
+            for message, weights in zip(*loaded, strict=True):
+                self._session.entries.set_writer(message.id, weights)
+        return loaded.messages
 
     def _origin(self) -> Origin:
-        config = self._vllm_config
-        return Origin(
-            self._session.id,
-            tenant_digest(self._session.tenant),
-            signature(config),
-            config.parallel_config.tensor_parallel_size,
-            config.model_config.get_total_num_kv_heads(),
-            config.model_config.get_vocab_size(),
-        )
+        return origin_of(self._vllm_config, self._session.id, self._session.tenant)
 
     def _folder(self, uri: str | Path | SnapshotFolder) -> SnapshotFolder:
         """Folder at a URI, with this program's key unless it has its own."""
@@ -102,3 +104,15 @@ class Snapshots:
         if folder.keep_key is None:
             folder.keep_key = own_key(ChoreoConfig.from_vllm(self._vllm_config).keep_key)
         return folder
+
+
+def origin_of(config: VllmConfig, session: str, tenant: str) -> Origin:
+    """Make the origin of messages of a session and a tenant, in an engine so configured."""
+    return Origin(
+        session,
+        tenant_digest(tenant),
+        signature(config),
+        config.parallel_config.tensor_parallel_size,
+        config.model_config.get_total_num_kv_heads(),
+        config.model_config.get_vocab_size(),
+    )

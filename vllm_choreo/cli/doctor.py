@@ -4,7 +4,8 @@
 Three questions: how do positions enter each attention layer (the probe that every engine runs at
 its start); which attention kernel runs; and do choreographed calls give what HuggingFace gives? Of
 a model with states in place of keys these calls are chains: a message run behind another one's
-state is compared with the text of both.
+state is compared with the text of both. Then such an engine is started once more, with
+`composed_states`: its own probe says whether states are composed in any order.
 
 The last one knows nothing of rotations, neither the probe's nor anybody's: see `reference`.
 """
@@ -101,6 +102,8 @@ def main(args: argparse.Namespace) -> int:
         cases = _run_chains(llm) if states else _run_cases(llm)
     finally:
         llm.llm_engine.engine_core.shutdown()
+    if states:
+        print(f"{_any_order(model)}\n")
     verdicts = _compare(model, cases, is_text=bool(states))
     print(verdicts_table(verdicts))
     if all(verdict.is_right for verdict in verdicts):
@@ -175,6 +178,25 @@ def states_table(states: Sequence[dict[str, Any]]) -> str:
     kinds = Counter((layer["state"], layer["state_bytes"]) for layer in states)
     lines += [f"{f'{n} of {kind}':<32}{size:>24,}" for (kind, size), n in kinds.items()]
     return "\n".join(lines)
+
+
+def _any_order(model: str) -> str:
+    """Start an engine that composes states; return what its probe says, or why there is none."""
+    choreo = {"composed_states": True}
+    try:
+        llm = start_engine(model, additional_config={"choreo": choreo})
+    except ValueError as error:
+        return f"Any order: no. {error}"
+    try:
+        states = llm.collective_rpc("choreo_states")[0]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    largest = max(layer["composition_error"] for layer in states)
+    size = sum(layer["state_bytes"] for layer in states)
+    return (
+        "Any order: with additional_config.choreo.composed_states, proven for each layer (largest "
+        f"relative error {largest:.1e}); a state takes {size:,} bytes in all layers then"
+    )
 
 
 def _kind(layer: dict[str, Any]) -> tuple[Any, ...]:

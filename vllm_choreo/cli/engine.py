@@ -10,6 +10,7 @@ import gc
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +23,8 @@ from vllm_choreo.repair.session_rules import runs_some_layers
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
+    from vllm_choreo.client import ChoreoClient
+
 DEFAULT_MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 16
 # Of rules by layers: 450,000 tokens of a model of 576 hidden numbers.
@@ -31,8 +34,8 @@ HIDDEN_MEMORY_GIB = 1.0
 class Engine(Protocol):
     """Engine or server that a workflow is run on."""
 
-    def open(self, mode: str) -> SessionFacade:
-        """A session: a `Choreography`, or what has its methods."""
+    def open(self, mode: str) -> AbstractContextManager[Facade]:
+        """A session: a `Choreography`, or what makes its messages and frees them."""
 
     def sampling(self, **fields: object) -> SamplingParams | dict[str, Any]:
         """Sampling parameters as `open(mode).decode` takes them."""
@@ -87,7 +90,7 @@ class RemoteEngine:
     api_key: str | None = field(default=None, repr=False)
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def open(self, mode: str) -> SessionFacade:
+    def open(self, mode: str) -> ChoreoClient:
         from vllm_choreo.client import ChoreoClient
 
         return ChoreoClient(self.base_url, self.api_key, mode, **_of_mode(mode, self.options))
@@ -117,7 +120,8 @@ def _facts_of(options: Mapping[str, Any]) -> dict[str, str]:
         used = "" if placement is None else f", as {placement}"
         facts["adapter"] = getattr(options["adapter"], "name", options["adapter"]) + used
     if options.get("repair") is not None:
-        facts["repair"] = rule_text(options["repair"])
+        repair = options["repair"]
+        facts["repair"] = str(repair) if isinstance(repair, Path) else rule_text(repair)
     return facts
 
 
@@ -125,11 +129,16 @@ def memory_for(rules: Iterable[Any]) -> dict[str, Any]:
     """Options of `start_engine`: memory for hidden states, if one of the rules needs it.
 
     Args:
-        rules: repair rules as `Choreography` takes them, or None.
+        rules: repair rules as `Choreography` takes them, a folder of profiles, or None.
     """
-    if not any(map(runs_some_layers, rules)):
+    if not any(map(_runs_some_layers, rules)):
         return {}
     return {"additional_config": {"choreo": {"hidden_memory_gib": HIDDEN_MEMORY_GIB}}}
+
+
+def _runs_some_layers(rule: object) -> bool:
+    is_folder = isinstance(rule, Path) and rule.is_dir()  # of profiles
+    return is_folder or runs_some_layers(rule)
 
 
 def start_engine(

@@ -122,6 +122,13 @@ def block_map(stats: Mapping[str, Any]) -> str:
         "itself included.",
         "Slots: filled / held. Used by: calls that read it + calls that wait for it.",
     ]
+    if num_window_blocks := stats.get("num_window_blocks"):
+        windows = sorted({window for window in stats["windows"] if window is not None})
+        lines.append(
+            f"{num_window_blocks} of these blocks are of layers with windows of "
+            f"{' and '.join(map(str, windows))} tokens: there a message keeps its end."
+        )
+        lines += _memory_by_group(stats)
     if num_states := stats.get("num_states"):
         names = [_name(m["id"]) for m in stats["messages"] if m["has_state"]]
         lines.append(
@@ -134,6 +141,18 @@ def block_map(stats: Mapping[str, Any]) -> str:
             "exact mode read it in place of the message."
         )
     return "\n".join(lines)
+
+
+def _memory_by_group(stats: Mapping[str, Any]) -> list[str]:
+    """Line for each message: its blocks of each KV cache group, and their bytes."""
+    kinds = ["all" if window is None else str(window) for window in stats["windows"]]
+    lines = ["", f"Blocks by group ({' '.join(kinds)} tokens seen), and bytes:"]
+    for message in stats["messages"]:
+        if of_groups := message["num_blocks_by_group"]:
+            num_bytes = sum(of_groups) * stats["block_bytes"]
+            counts = " ".join(map(str, of_groups))
+            lines.append(f"  {_name(message['id'])}: {counts}, {num_bytes:,} bytes")
+    return lines
 
 
 def _row(message: Mapping[str, Any], block_size: int) -> tuple[str, ...]:

@@ -243,6 +243,10 @@ class AsyncChoreoClient(AsyncCallMethods, ClientBase):
         """Load messages that the server keeps: `ChoreoClient.load`."""
         return await self._exchange(exchanges.loading(await self.open(), uri, on_mismatch))
 
+    async def delete_saved(self, uri: str) -> None:
+        """Delete what was saved under a name: `ChoreoClient.delete_saved`."""
+        await self._exchange(exchanges.deleting_saved(uri))
+
     async def stats(self) -> dict[str, Any]:
         """Ask for the server's numbers on the session: `ChoreoClient.stats`."""
         return await self._exchange(exchanges.stats(await self.open()))

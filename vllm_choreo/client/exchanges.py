@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
-from vllm_choreo.errors import ChoreoError, UnknownMessageError
+from vllm_choreo.errors import ChoreoError, RepairError, UnknownMessageError
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.call import Answer, Asked, CallSpec, Result
 from vllm_choreo.semantics.call_options import Named
@@ -26,6 +27,7 @@ from vllm_choreo.wire.messages import message_of
 from vllm_choreo.wire.refusals import refusal_of
 
 _SESSIONS = "/v1/choreo/sessions"
+_KEPT = "/v1/choreo/kept"
 _END = "[DONE]"
 _T = TypeVar("_T")
 
@@ -56,7 +58,17 @@ class Exchange(Generic[_T]):
 
 
 def opening(options: SessionOptions) -> Exchange[str]:
-    """Open a session, and read its id."""
+    """Open a session, and read its id.
+
+    Raises:
+        RepairError: no such rule, or profiles of several pairs, which are a server's own.
+    """
+    if isinstance(options.repair, Path) and options.repair.is_dir():
+        raise RepairError(
+            "profiles of several pairs are those of a server (--choreo-pair DIR): leave repair out",
+            parameter="repair",
+            value=str(options.repair),
+        )
     rule = session_rule(options.repair, options.mode)
     fields = {
         "mode": options.mode,
@@ -183,6 +195,12 @@ def loading(session: str, name: str, on_mismatch: str) -> Exchange[list[Message]
     body = {"name": name, "on_mismatch": on_mismatch}
     request = Request("POST", f"{_SESSIONS}/{session}/load", json_of(body, "uri"))
     return Exchange(request, lambda answer, now: [message_of(m, now) for m in answer["data"]])
+
+
+def deleting_saved(name: str) -> Exchange[None]:
+    """Delete what was saved under a name."""
+    escaped = quote(str(name), safe="", errors="replace").replace(".", "%2E")
+    return Exchange(Request("DELETE", f"{_KEPT}/{escaped}"), lambda answer, _: None)
 
 
 def _message_path(session: str, named: Named) -> str:

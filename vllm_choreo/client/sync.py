@@ -119,6 +119,14 @@ class ChoreoClient(CallMethods, ClientBase):
         """Load saved messages: `Choreography.load`; `uri` is the name that was given to `save`."""
         return self._exchange(exchanges.loading(self._session, uri, on_mismatch))
 
+    def delete_saved(self, uri: str) -> None:
+        """Delete what was saved under a name; messages that were loaded from it stay.
+
+        Raises:
+            UnknownKeptError: nothing is saved under it.
+        """
+        self._exchange(exchanges.deleting_saved(uri))
+
     def stats(self) -> dict[str, Any]:
         """The server's numbers on the session.
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
-from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ray.exceptions import RayError, RayTaskError
 from vllm.logger import init_logger
@@ -31,6 +30,8 @@ from vllm_choreo.cluster.identity import (
     check_identity,
     this_machine,
 )
+from vllm_choreo.cluster.resources import Resources
+from vllm_choreo.cluster.transfer import Parcel
 from vllm_choreo.engine.fleet_client import FleetClient
 from vllm_choreo.errors import UnsupportedOptionError
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.executor import Executor
 
+    from vllm_choreo.api.fleet_transfer import MoveOrder
     from vllm_choreo.cluster.engine import OutputBatch
     from vllm_choreo.cluster.members import Members
 
@@ -48,19 +50,6 @@ logger = init_logger("vllm.choreo.cluster")
 
 # Seconds between two tries to reach a replica that Serve has, and that does not answer.
 _RETRY_SECONDS = 1.0
-
-
-@dataclass
-class _Resources:
-    """State of a client that is asked for where an operation of its engine is awaited.
-
-    Attributes:
-        engine_dead: True if the replica has ended.
-        output_queue_task: task that ends when the replica does.
-    """
-
-    engine_dead: bool = False
-    output_queue_task: asyncio.Task[None] | None = None
 
 
 class ReplicaClient:
@@ -80,7 +69,7 @@ class ReplicaClient:
         self.info = info
         self.requests: dict[str, DeploymentResponseGenerator] = {}
         self._is_stopped = False
-        self.resources = _Resources()
+        self.resources = Resources()
         self._handle = handle
         self._owner = owner
         # Seconds by which this machine's clock is ahead of the replica's.
@@ -163,6 +152,19 @@ class ReplicaClient:
         sent = tuple(bytes(arg) if isinstance(arg, memoryview) else arg for arg in args)
         return await self.call_utility_async("collective_rpc", method, timeout, sent, kwargs)
 
+    async def export_message(self, order: MoveOrder) -> Parcel:
+        """Have the replica put a message's keys and values where others can get them.
+
+        Raises:
+            IncompleteMessageError: not all of it is encoded yet.
+            Exception: whatever else prevents it.
+        """
+        return cast(Parcel, await self._ask("export_message", order))
+
+    async def import_message(self, order: MoveOrder, parcel: Parcel) -> None:
+        """Have the replica take a message in; raises whatever prevents it."""
+        await self._ask("import_message", self._owner, order, parcel)
+
     async def get_output_async(self) -> EngineCoreOutputs:
         outputs = await self._outputs.get()
         if isinstance(outputs, Exception):
@@ -224,7 +226,7 @@ class ServeClient(FleetClient):
         connect: function that connects to a replica by its id, or raises.
     """
 
-    can_move = False  # not run on a cluster yet: what an engine lacks is encoded there
+    can_move = False  # through no folder: its engines are on several machines
 
     def __init__(
         self,

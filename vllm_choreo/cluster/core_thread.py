@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_choreo.cluster.resources import Resources
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +28,9 @@ class CoreThread:
     """Client of a core on a thread: as much of vLLM's `AsyncMPClient` as a replica uses.
 
     It is made and used in one event loop. The thread alone touches the core.
+
+    Attributes:
+        resources: whether the core has ended.
     """
 
     def __init__(
@@ -35,11 +40,11 @@ class CoreThread:
         self._loop = asyncio.get_running_loop()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
-        self._is_dead = False
+        self.resources = Resources()
         threading.Thread(target=self._run, name="choreo-core", daemon=True).start()
 
     def ensure_alive(self) -> None:
-        if self._is_dead:
+        if self.resources.engine_dead:
             raise EngineDeadError
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -51,6 +56,15 @@ class CoreThread:
     async def call_utility_async(self, method: str, *args: object) -> object:
         return await self._do(getattr(self._client.engine_core, method), *args)
 
+    async def collective_rpc_async(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        return await self.call_utility_async("collective_rpc", method, timeout, args, kwargs)
+
     async def get_output_async(self) -> EngineCoreOutputs:
         outputs = await self._outputs.get()
         if isinstance(outputs, Exception):
@@ -59,7 +73,7 @@ class CoreThread:
 
     def shutdown(self) -> None:
         """Take no more work. The thread ends with its process."""
-        self._is_dead = True
+        self.resources.engine_dead = True
 
     async def _do(self, work: Callable[..., object], *args: object) -> object:
         """Have the thread run a function between two steps; return or raise what it does."""
@@ -91,7 +105,7 @@ class CoreThread:
                     has_work = core.scheduler.has_requests() or bool(core.batch_queue)
                 self._tell(self._outputs.put_nowait, self._client.get_output())
         except Exception as error:
-            self._is_dead = True
+            self.resources.engine_dead = True
             self._tell(self._outputs.put_nowait, error)
 
 

@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_choreo.cluster.identity import CACHE_NUMBERS, EngineInfo, identity_of, this_machine
+from vllm_choreo.cluster.transfer import Parcel, export_message, import_message, move_files
 from vllm_choreo.engine.fleet_client import message_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.metrics.stats import SchedulerStats
 
+    from vllm_choreo.api.fleet_transfer import MoveFiles, MoveOrder
     from vllm_choreo.cluster.core_thread import CoreThread
 
 logger = init_logger("vllm.choreo.cluster")
@@ -114,11 +116,15 @@ class EngineReplica:
         client = make(config, Executor.get_class(config), not args.disable_log_stats)
         cache = {name: getattr(config.cache_config, name, None) for name in CACHE_NUMBERS}
         replica: str = serve.get_replica_context().replica_id.unique_id
-        self._begin(client, EngineInfo(replica, identity, cache, this_machine()))
+        info = EngineInfo(replica, identity, cache, this_machine())
+        self._begin(client, info, move_files(config, self))
 
-    def _begin(self, client: AsyncMPClient | CoreThread, info: EngineInfo) -> None:
+    def _begin(
+        self, client: AsyncMPClient | CoreThread, info: EngineInfo, files: MoveFiles
+    ) -> None:
         self._client = client
         self._info = info
+        self._files = files
         self._queues: dict[str, _Queue] = {}
         self._owners: dict[str, _Owner] = {}
         self._step_time = 0.0
@@ -191,6 +197,24 @@ class EngineReplica:
         answer = await self._client.call_utility_async(method, *args)
         self._owner(owner).note(operation, given, answer)
         return answer
+
+    async def export_message(self, replica: str, order: MoveOrder) -> Parcel:
+        """Put a message's keys and values into the object store, for another replica.
+
+        Raises:
+            IncompleteMessageError: not all of it is encoded yet.
+            Exception: whatever else prevents it.
+        """
+        self._check(replica)
+        return await export_message(self._files, order, self._client)
+
+    async def import_message(
+        self, replica: str, owner: str, order: MoveOrder, parcel: Parcel
+    ) -> None:
+        """Take a message in that another replica has; raises whatever prevents it."""
+        self._check(replica)
+        await self._claim(owner, order.scratch_session)
+        await import_message(self._files, order, parcel, self._client)
 
     async def _read(self) -> None:
         """Hand on what the engine says, until it ends."""

@@ -19,6 +19,7 @@ from vllm_choreo.cluster.front import front_of
 from vllm_choreo.cluster.identity import digest_of
 from vllm_choreo.cluster.journal import JournalWriter, journal_of
 from vllm_choreo.cluster.takeover import Takeover
+from vllm_choreo.cluster.transfer import ObjectStoreTransfer
 from vllm_choreo.server.tenants import use_secret
 
 if TYPE_CHECKING:
@@ -87,4 +88,5 @@ def with_takeover(app: FastAPI, llm: AsyncLLM, writer: JournalWriter) -> ASGIApp
     fleet, sessions = fleet_of(llm), app.state.choreo
     assert fleet is not None, "the client is of several engines"
     fleet.journal = sessions.journal = writer
+    fleet.move_by(ObjectStoreTransfer())
     return Takeover(app, sessions, writer)

@@ -75,10 +75,11 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--choreo-pair",
-        metavar="FILE",
+        metavar="PATH",
         help="With --plugin choreo: the profile of this model and another one, or of two of its "
-        "adapters (docs/variants.md), by which sessions read unless they say otherwise. With "
-        "--choreo-keep, what clients of the other server name is found by those of this one.",
+        "adapters, or a folder of such profiles (docs/variants.md), by which sessions read unless "
+        "they say otherwise. With --choreo-keep, what clients of the other server name is found by "
+        "those of this one.",
     )
     parser.add_argument(
         "--choreo-page",

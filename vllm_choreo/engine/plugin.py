@@ -15,7 +15,7 @@ from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine import batch_runner, command_line, cpu_kernels, mla
 from vllm_choreo.engine.compat import check_version
 from vllm_choreo.engine.orphan import end_with_parent
-from vllm_choreo.engine.speculation import check_speculation
+from vllm_choreo.engine.speculation import check_speculation, has_layers
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.kv_dtype import adopt_declared, quantized_name
 
@@ -184,6 +184,8 @@ def configure_after(vllm_config: VllmConfig) -> None:
     config = ChoreoConfig.from_vllm(vllm_config)  # a wrong setting fails here, not in a worker
     _refuse_unsupported(vllm_config, config)
     _refuse_quantized(vllm_config, config)
+    if config.window_groups:
+        _refuse_beside_window_groups(vllm_config, config)
     from vllm_choreo.engine import graphs
 
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
@@ -236,6 +238,7 @@ def _refuse_unsupported(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         refused["additional_config.choreo.hidden_memory_gib"] = bool(config.hidden_bytes)
         # It would load keys and values of a prefix, and no states.
         refused["kv_transfer_config"] = vllm_config.kv_transfer_config is not None
+    _check_composed_states(vllm_config, config)
     for name, is_refused in refused.items():
         if is_refused:
             raise UnsupportedOptionError(
@@ -250,6 +253,29 @@ def _refuse_unsupported(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         mla.refuse_unsupported(vllm_config, current_platform.is_cpu())
     if parallel.data_parallel_size > 1:
         _refuse_engines(vllm_config)
+
+
+def _check_composed_states(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
+    """Check that states can be composed where that is asked for.
+
+    Raises:
+        UnsupportedOptionError: they cannot; says why.
+    """
+    from vllm.platforms import current_platform
+
+    if not config.composed_states:
+        return
+    if not vllm_config.model_config.is_hybrid:
+        reason = "this model keeps no states, and reads messages in any order without it"
+    elif not current_platform.is_cpu():
+        reason = "states are composed on CPUs alone so far; chains are read without it"
+    else:
+        return
+    raise UnsupportedOptionError(
+        f"{reason}: leave it out",
+        parameter="additional_config.choreo.composed_states",
+        value=True,
+    )
 
 
 def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
@@ -293,6 +319,50 @@ def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         parameter=parameter,
         value=value,
     )
+
+
+def _refuse_beside_window_groups(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
+    """Refuse what does not go with KV cache groups of layers with windows.
+
+    Raises:
+        UnsupportedOptionError: it is set; says why, and what to do.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    transfer = vllm_config.kv_transfer_config
+    setting = "additional_config.choreo.window_groups"
+    reasons = {
+        "additional_config.choreo.reposition": (
+            config.reposition == "in_place",
+            "what closes a gap of a message is encoded at the positions of its recipe, and its "
+            "keys, once moved, stand elsewhere",
+        ),
+        "kv_transfer_config": (
+            transfer is not None and not KVConnectorFactory.supports_hma_config(transfer),
+            "vLLM gives this connector one group of all layers (it has no SupportsHMA)",
+        ),
+        "speculative_config.method": (
+            has_layers(vllm_config.speculative_config),
+            "vLLM wants all layers of a drafter in one group, and divides those of both models",
+        ),
+        "disable_hybrid_kv_cache_manager": (
+            bool(scheduler.disable_hybrid_kv_cache_manager),
+            "vLLM makes one group of all layers then",
+        ),
+        "model": (
+            model.is_hybrid or model.use_mla,
+            "its states lie beside one group" if model.is_hybrid else "no layer of it has a window",
+        ),
+    }
+    for name, (is_refused, reason) in reasons.items():
+        if is_refused:
+            raise UnsupportedOptionError(
+                "this does not work with KV cache groups of layers with sliding windows "
+                f"({setting}): {reason}; leave one of the two out",
+                parameter=name,
+                value=model.model if name == "model" else "set",
+            )
 
 
 def _refuse_engines(vllm_config: VllmConfig) -> None:

@@ -2,8 +2,8 @@
 """Speculative decoding: who drafts for whom.
 
 Drafts that are looked up in tokens (n-grams, suffixes) are as good for calls as for ordinary
-requests. A drafter with layers has keys and values of its own, which messages do not: it drafts for
-ordinary requests alone.
+requests. A drafter with layers encodes messages as the model does, and reads them by the same spans
+(`worker/drafting.py`), where vLLM's runner lays out its batches in the way that is read there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp")
 
 
 def has_layers(speculative: SpeculativeConfig | None) -> bool:
-    """Return whether a drafter has layers, with keys and values that messages lack."""
+    """Return whether a drafter has layers, with keys and values of their own."""
     return speculative is not None and speculative.method in _WITH_LAYERS
 
 
@@ -54,15 +54,21 @@ def check_speculation(vllm_config: VllmConfig) -> None:
         return
     if vllm_config.use_v2_model_runner:
         raise UnsupportedOptionError(
-            "vLLM's model runner V2 gives a drafter with layers the tokens of calls, too, which "
-            "it would read at wrong places: set VLLM_USE_V2_MODEL_RUNNER=0",
+            "vLLM's model runner V2 lays out the batches of a drafter with layers in another way, "
+            "by which it would read calls at wrong places: set VLLM_USE_V2_MODEL_RUNNER=0",
             parameter="speculative_config.method",
             value=speculative.method,
         )
     if vllm_config.scheduler_config.async_scheduling:
         raise UnsupportedOptionError(
-            "with asynchronous scheduling drafts of a drafter with layers stay in the worker, and "
-            "calls would get some: set async_scheduling=False (--no-async-scheduling)",
+            "with asynchronous scheduling a drafter with layers begins before it is known how much "
+            "of a call was right: set async_scheduling=False (--no-async-scheduling)",
             parameter="async_scheduling",
+            value=True,
+        )
+    if speculative.parallel_drafting:
+        raise UnsupportedOptionError(
+            "drafters that draft in parallel were not run beside calls: leave it out",
+            parameter="speculative_config.parallel_drafting",
             value=True,
         )

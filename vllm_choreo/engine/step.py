@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from vllm_choreo.semantics.other_model import AdapterRequest
-from vllm_choreo.semantics.positions import CallPlan, num_span_blocks
+from vllm_choreo.semantics.positions import CallPlan, first_seen, num_span_blocks
 
 _Output = TypeVar("_Output")
 
@@ -26,6 +26,8 @@ class RequestSpans:
             tokens and positions, as in `ops.spans.SpanBatch`.
         base: the first slot of the request's own span.
         shift: positions from the virtual index of an own token to where the model sees it.
+        parent: number of the parent of each entry, for layers with windows leave some out; empty:
+            none is left out.
         weights: (temperature, factor) by which it attends to all parents but the first; None:
             all count alike.
         other_groups: spans of the groups of layers that read others, by number of the group;
@@ -38,6 +40,7 @@ class RequestSpans:
     position_delta: tuple[int, ...]
     base: int
     shift: int = 0
+    parent: tuple[int, ...] = ()
     weights: tuple[float, float] | None = None
     other_groups: Mapping[int, RequestSpans] = field(default_factory=dict)
 
@@ -53,11 +56,15 @@ class RequestSpans:
 
 @dataclass(frozen=True)
 class BlockMove:
-    """Rotate the keys of block `src` by `delta` positions into block `dst`, or in place."""
+    """Rotate the keys of block `src` by `delta` positions into block `dst`, or in place.
+
+    Both are blocks of one KV cache group.
+    """
 
     src: int
     dst: int
     delta: int
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,10 +89,12 @@ class Watch:
     Attributes:
         call: request id of the call that looks.
         layers: numbers of the layers that count, ascending.
+        num_tokens: tokens of each parent.
     """
 
     call: str
     layers: tuple[int, ...]
+    num_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class StageRun:
     Attributes:
         layers: ranges `(first, stop)`, ascending.
         spans: spans that the tokens attend to.
-        blocks: the block table: parents, then the message itself.
+        blocks: the block table of each KV cache group: parents, then the message itself.
         first: virtual index of the first token.
         token_ids: tokens of the message, from the first one on.
         key: name of the hidden states with which ranges begin; None: the only range begins with
@@ -107,13 +116,28 @@ class StageRun:
 
     layers: tuple[tuple[int, int], ...]
     spans: RequestSpans
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
     first: int
     token_ids: tuple[int, ...]
     key: int | None
     start: int
     lora: AdapterRequest | None = None
     watch: Watch | None = None
+
+
+@dataclass(frozen=True)
+class StateStart:
+    """State of a request that starts: what messages left, by the numbers of their states.
+
+    Attributes:
+        target: the state that begins.
+        behind: the state that it is at first; None: that of an empty text.
+        composed: (state, tokens of its message) of each message that changes it then, in order.
+    """
+
+    target: int
+    behind: int | None
+    composed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,10 +152,10 @@ class ChoreoStep:
         captures: hidden states to store of the requests that start, or start again.
         forgotten: keys of hidden states that are needed no longer when the stages have run.
         reloads: vLLM's requests of adapters whose weights have been replaced, to load before all.
-        states: number of the state of each request that starts, or starts again, in models that
-            have states; empty in others.
+        states: number of the state of each request that starts, starts again, or goes on with a
+            copy of its own, in models that have states; empty in others.
         state_saves, state_loads: states to copy before that to and from host memory, likewise.
-        state_copies: states to copy then, before the step runs, as `(source, target)`.
+        state_starts: states that begin then, before the step runs.
     """
 
     started: dict[str, RequestSpans]
@@ -145,13 +169,14 @@ class ChoreoStep:
     states: Mapping[str, int] = field(default_factory=dict)
     state_saves: tuple[tuple[int, int], ...] = ()
     state_loads: tuple[tuple[int, int], ...] = ()
-    state_copies: tuple[tuple[int, int], ...] = ()
+    state_starts: tuple[StateStart, ...] = ()
 
     def written_blocks(self) -> set[int]:
         """Blocks that are written before the step itself, and those that stage runs read."""
         moved = (move.dst for move in self.moves)
         loaded = (target for _, target in self.loads)
-        return {*moved, *loaded, *(block for stage in self.stages for block in stage.blocks)}
+        staged = (block for stage in self.stages for held in stage.blocks for block in held)
+        return {*moved, *loaded, *staged}
 
 
 # Attribute of vLLM's `SchedulerOutput`, by which the scheduler sends it to the workers.
@@ -194,6 +219,8 @@ def request_spans(
     block_size: int,
     own_start: int = 0,
     own_position: int | None = None,
+    windows: Sequence[int | None] = (None,),
+    first_read: int = 0,
 ) -> RequestSpans:
     """Spans of a call, given the position at which each parent's first token is stored now.
 
@@ -204,21 +231,57 @@ def request_spans(
     Args:
         own_start: the first own token that is seen.
         own_position: position to which token 0 of the message is rotated; None: as the plan says.
+        windows: sliding window of each KV cache group: its layers read what it lets the call see.
+        first_read: the first own token that is run, and so sees furthest back.
     """
     own_position = plan.own_position if own_position is None else own_position
-    first_slots, stored, deltas, slot = [], [], [], 0
-    for parent, message_position in zip(plan.parents, stored_positions, strict=True):
-        position = message_position + parent.start
-        first_slots.append(slot + parent.start % block_size)
-        stored.append(position)
-        deltas.append(plan.new_offset - own_position + position - parent.offset)
-        slot += num_span_blocks(parent.start, parent.stop, block_size) * block_size
-    return RequestSpans(
-        first_slot=tuple(first_slots),
-        num_tokens=tuple(parent.num_tokens for parent in plan.parents),
-        stored_position=tuple(stored),
-        position_delta=tuple(deltas),
+    empty = RequestSpans(
+        *((),) * 4,
         base=plan.base + own_start,
         shift=own_position - plan.base,
         weights=plan.weights and (plan.weights.temperature, plan.weights.factor),
+    )
+    reader = plan.new_offset + first_read
+    seen = {
+        w: _seen_spans(empty, plan, stored_positions, block_size, reader, w) for w in {*windows}
+    }
+    first = seen[windows[0]]
+    others = {group: seen[w] for group, w in enumerate(windows) if seen[w] != first}
+    return replace(first, other_groups=others) if others else first
+
+
+def _seen_spans(
+    empty: RequestSpans,
+    plan: CallPlan,
+    stored_positions: Sequence[int],
+    block_size: int,
+    reader: int,
+    window: int | None,
+) -> RequestSpans:
+    """Spans of a call in layers with a window, or without one: `empty` has all but the parents.
+
+    Args:
+        reader: position of the token that sees furthest back.
+    """
+    first_slots, lengths, stored, deltas, numbers, slot = [], [], [], [], [], 0
+    own_position = empty.shift + plan.base
+    positions = zip(plan.parents, stored_positions, strict=True)
+    for number, (parent, message_position) in enumerate(positions):
+        first = first_seen(parent, reader, window)
+        if first < parent.stop:
+            numbers.append(number)
+            first_slots.append(slot + parent.start % block_size + first - parent.start)
+            lengths.append(parent.stop - first)
+            stored.append(message_position + first)
+            deltas.append(
+                plan.new_offset - own_position + message_position + parent.start - parent.offset
+            )
+        slot += num_span_blocks(parent.start, parent.stop, block_size) * block_size
+    return replace(
+        empty,
+        first_slot=tuple(first_slots),
+        num_tokens=tuple(lengths),
+        stored_position=tuple(stored),
+        position_delta=tuple(deltas),
+        parent=tuple(numbers),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import tempfile
 import threading
@@ -156,11 +157,11 @@ def parse_options(model: str, options: Mapping[str, object]) -> Namespace:
     Raises:
         SystemExit: an option that `vllm serve` does not have.
     """
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
+    # As vLLM's command line does.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     words = ["--model", model, "--plugin", "choreo", *words_of(options)]
     return make_arg_parser(FlexibleArgumentParser()).parse_args(words)
 

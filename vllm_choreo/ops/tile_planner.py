@@ -40,7 +40,8 @@ def plan_tiles(
         reads: ``plan_shared_reads`` of the batch; None: each request reads for itself.
         num_heads, num_kv_heads: heads of the layer (of this worker's share of it).
         max_rows: rows of a tile at most, a power of two; more where one query has more heads.
-        num_programs: of a number of rows, how many programs of such tiles the device runs at once.
+        num_programs: function of a number of rows: programs of such tiles that the device runs at
+            once.
         device: device of the plan's tensors.
         max_partials: rows of partial results that there is room for. If they would be more, long
             tiles are not split, then groups not read together.
@@ -189,7 +190,8 @@ class _Planner:
         fill the device.
 
         Args:
-            num_slots: of a number of rows, items of such tiles that run at once; 0: do not split.
+            num_slots: function of a number of rows: items of such tiles that run at once; 0: do not
+                split.
         """
         by_size: dict[int, list[_Tile]] = {}
         for tile in self.tiles:

@@ -68,7 +68,9 @@ class AsyncPromptCache(CacheBase):
 
         See `PromptCache.prefetch`.
         """
-        keys = self._book.named(name).union_keys(module)
+        return await self._prefetch(self._book.named(name).union_keys(module))
+
+    async def _prefetch(self, keys: Sequence[EncodingKey]) -> int:
         known = [key for key in keys if key in self._book.handles]
         count = await self.encode_keys(keys)
         touched = [await self._facade.submit(**self._book.touch(key)) for key in known]

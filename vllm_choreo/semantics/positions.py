@@ -136,6 +136,23 @@ def resolve_span(
     return start or 0, num_tokens if stop is None else stop
 
 
+def first_seen(span: ParentPlan, new_offset: int, window: int | None) -> int:
+    """Index of the first token of a span that a call sees in layers of one kind.
+
+    The call's first token, at `new_offset`, sees furthest back, and all see what lies to the right.
+
+    Args:
+        window: the layers' sliding window; None: they have none.
+
+    Returns:
+        The index in the message; `span.stop`: it sees none.
+    """
+    if window is None:
+        return span.start
+    first = span.start + new_offset - window + 1 - span.offset
+    return min(max(span.start, first), span.stop)
+
+
 def num_span_blocks(start: int, stop: int, block_size: int) -> int:
     """Blocks that hold slots `start … stop-1` of a message whose first slot begins a block."""
     return -(-stop // block_size) - start // block_size

@@ -102,6 +102,7 @@ class ClosedAnswer(AnswerObject):
 class BlockAnswer(AnswerObject):
     """A block of the KV cache."""
 
+    group: Annotated[int, Doc("Number of its KV cache group; 0 where there is one.")]
     block_id: int
     ref_cnt: Annotated[int, Doc("Holders of the block: messages, and requests that run.")]
     num_valid_slots: Annotated[int, Doc("Tokens in it.")]
@@ -117,7 +118,7 @@ class MessageBlocksAnswer(AnswerObject):
     num_tokens: int
     num_readers: Annotated[int, Doc("Calls that read it now.")]
     num_waiting: Annotated[int, Doc("Calls that wait for it.")]
-    blocks: Annotated[list[BlockAnswer], Doc("In the order of its tokens; none: it is evicted.")]
+    blocks: Annotated[list[BlockAnswer], Doc("By group, as its tokens; none: it is evicted.")]
 
 
 class BlocksAnswer(AnswerObject):

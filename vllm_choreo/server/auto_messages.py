@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vllm_choreo.api.pending import Pending
-from vllm_choreo.chat.matching import ChatPlan, Matching, plan_chat
+from vllm_choreo.chat.matching import ChatPlan, Matching, NewPart, plan_chat
 from vllm_choreo.chat.message_table import Entry, MessageTable
 from vllm_choreo.chat.parts import Split
 from vllm_choreo.config import ServerConfig
@@ -39,10 +40,12 @@ class ReadChat:
     Attributes:
         plan: messages that the chat reads, and its header.
         pending: calls that encode its new parts.
+        is_exchanged: servers of other models may find its parts and its answer.
     """
 
     plan: ChatPlan
     pending: list[Pending] = field(default_factory=list)
+    is_exchanged: bool = False
 
     @property
     def parents(self) -> list[str | tuple[str, int, int]]:
@@ -80,6 +83,8 @@ class ChatMessages:
         self.sessions = sessions
         self._max_model_len, self._block_size = max_model_len, block_size
         self._count = 0
+        # Servers exchange such messages: names of two must not be the same.
+        self._tag = secrets.token_hex(4)
         # Who finds a message must come to the engine after the call that makes it.
         self._lock = asyncio.Lock()
 
@@ -99,22 +104,39 @@ class ChatMessages:
             TooLongError: in parts it takes too much of the context.
             ChoreoError: its calls are illegal.
         """
+        is_exchanged = mode == "choreo" and not how.adapter
         async with self._lock:
             plan = plan_chat(split, self.book, how, self._is_live, self._new_id)
             self._check_fits(plan, max_tokens)
             self.book.enter(plan.found)
             try:
                 await self._free(self.book.make_room(len(plan.new) + 1, plan.num_new_tokens))
-                specs = _pieces(plan, mode, adapter)
+                left = await self._not_fetched(plan.new) if is_exchanged else plan.new
+                specs = _pieces(left, mode, adapter)
                 pending = await self.session.choreography.submit_all(specs) if specs else []
             finally:
                 self.book.leave(plan.found)
+            plan = replace(plan, new=left)
             for piece, handle in zip(plan.new, pending, strict=True):
                 self.book.add(piece.entry)
-                self.sessions.in_background(self._watch(piece.entry, handle))
+                self.sessions.in_background(self._watch(piece.entry, handle, is_exchanged))
             self.book.enter(plan.entries)
             self.book.touch(plan.entries)
-        return ReadChat(plan, pending)
+        return ReadChat(plan, pending, is_exchanged)
+
+    async def _not_fetched(self, new: Sequence[NewPart]) -> list[NewPart]:
+        """Load the new parts that a server of another model has encoded; return all others."""
+        if (exchange := self.sessions.exchange) is None:
+            return list(new)
+        left = []
+        for part in new:
+            found = await exchange.fetch_part(self.session, part.entry.key, part.token_ids)
+            if found is None:
+                left.append(part)
+            else:
+                part.entry.message_id = found.id
+                self.book.add(part.entry)
+        return left
 
     def leave(self, chat: ReadChat) -> None:
         """End the request: free messages that nobody reads or can find any more."""
@@ -138,6 +160,20 @@ class ChatMessages:
         victims += self.book.make_room(0, 0)
         if victims:
             self.sessions.in_background(self._free(victims))
+        if chat.is_exchanged:
+            self.sessions.in_background(self._export(entry, message))
+
+    async def _export(self, entry: Entry, message: Message) -> None:
+        """Save a part for servers of other models; it is not given up before that is done."""
+        if self.sessions.exchange is None:
+            return
+        self.book.enter([entry])
+        try:
+            await self.sessions.exchange.export_part(self.session, message, entry.key)
+        finally:
+            self.book.leave([entry])
+        if self._is_lost(entry):
+            await self._free([entry])
 
     def _check_fits(self, plan: ChatPlan, max_tokens: int) -> None:
         room = self._max_model_len - plan.num_tokens
@@ -155,7 +191,7 @@ class ChatMessages:
 
     def _new_id(self) -> str:
         self._count += 1
-        return f"{self.session.id}/auto.{self._count}"
+        return f"{self.session.id}/auto.{self._tag}.{self._count}"
 
     def _is_live(self, entry: Entry) -> bool:
         return self.session.choreography.is_live(entry.message_id)
@@ -169,18 +205,20 @@ class ChatMessages:
         """Return whether nobody reads a message and nobody can find it."""
         return not entry.num_users and not self.book.has(entry)
 
-    async def _watch(self, entry: Entry, pending: Pending) -> None:
+    async def _watch(self, entry: Entry, pending: Pending, is_exchanged: bool) -> None:
         """Forget a message that could not be made, or was given up before it was complete."""
         result = await pending.result()
         if isinstance(result, ChoreoError):
             self.book.drop(entry)
         elif self._is_lost(entry):
             await self._free([entry])
+        elif is_exchanged:
+            await self._export(entry, result)
         self.sessions.ended(self.session, "prefill", result)
 
 
-def _pieces(plan: ChatPlan, mode: str, adapter: object) -> list[CallSpec]:
-    """Calls that encode the new parts, each behind what the plan says."""
+def _pieces(new: Sequence[NewPart], mode: str, adapter: object) -> list[CallSpec]:
+    """Calls that encode new parts, each behind what the plan says."""
     return linked_specs(
         [
             {
@@ -190,7 +228,7 @@ def _pieces(plan: ChatPlan, mode: str, adapter: object) -> list[CallSpec]:
                 "mode": mode,
                 "adapter": adapter,
             }
-            for piece in plan.new
+            for piece in new
         ]
     )
 

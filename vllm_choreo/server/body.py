@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fastapi.exceptions import RequestValidationError
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from vllm_choreo.errors import ChoreoError, LimitError, OffsetError, SpanError
 from vllm_choreo.server.answers import JsonAnswer
 from vllm_choreo.server.errors import BODY_LIMIT, as_choreo_error, renamed
-from vllm_choreo.server.schemas import SamplingBody
+from vllm_choreo.server.schemas import CallBody, SamplingBody
 from vllm_choreo.server.strict_json import MAX_PART_CHARS, read_json
 from vllm_choreo.server.tenants import tenant_of
 from vllm_choreo.server.work_pool import WorkPool
@@ -155,12 +156,20 @@ def _refusal(error: Mapping[str, Any]) -> ChoreoError:
     parts = _path(error["loc"])
     field = next((part for part in reversed(parts) if not part.isdigit()), "")
     message = _MESSAGES.get(error["type"], error["msg"])
+    if error["type"] == "extra_forbidden":
+        message += suggestion(field, [*CallBody.model_fields, *SamplingBody.model_fields])
     return _CLASSES.get(field, ChoreoError)(
         message[:1].lower() + message[1:],
         parameter=".".join(parts) or "body",
         # Of a missing field, pydantic gives the whole object around it.
         value=None if error["type"] == "missing" else _outline(error.get("input")),
     )
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Part of a sentence that asks whether another name was meant; empty if none is close."""
+    found = get_close_matches(name, known, n=1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def _path(location: Sequence[Any]) -> list[str]:

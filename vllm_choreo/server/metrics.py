@@ -111,6 +111,11 @@ _GAUGES: dict[str, tuple[str, Callable[[_Totals], float]]] = {
         "Part of the KV cache that holds messages. 1 means 100 percent.",
         lambda totals: totals["num_blocks"] / totals["num_pool_blocks"],
     ),
+    "window_blocks_usage_perc": (
+        "Part of the KV cache that holds messages for layers with sliding windows, where these "
+        "have blocks of their own. 1 means 100 percent.",
+        lambda totals: totals["num_window_blocks"] / totals["num_pool_blocks"],
+    ),
     "host_memory_usage_perc": (
         "Part of the host memory for evicted messages that is in use. 1 means 100 percent.",
         lambda totals: totals["num_host_blocks_used"] / max(1, totals["num_host_blocks"]),

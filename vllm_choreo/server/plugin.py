@@ -103,6 +103,7 @@ class ChoreoEndpoints:
                 getattr(args, "choreo_pair", None),
                 engine_client.vllm_config.model_config.model,
                 state.choreo_snapshots,
+                config.pair_content,
             )
             if loaded is not None:
                 await loaded.load_all(state.choreo)

@@ -65,9 +65,14 @@ class Run:
             raise self._as_told(error) from None
 
     async def fetch(self, named: Iterable[str]) -> None:
-        """Load messages that another server has saved under these names; see `PairExchange`."""
+        """Load messages that other servers have saved under these names; see `PairExchange`."""
         if self.sessions.exchange is not None:
             await self.sessions.exchange.fetch(self._session, named)
+
+    async def _export(self, result: Result) -> None:
+        """Save a message that a client has named, for other servers to read it."""
+        if self.sessions.exchange is not None:
+            await self.sessions.exchange.export(self._session, result)
 
     async def results(self) -> list[Result]:
         """Results of the calls, in their order, when all are over."""
@@ -106,8 +111,7 @@ class Run:
             result = await pending.result()
         except Exception as error:
             result = as_choreo_error(error) or self._own_error(error)
-        if self.sessions.exchange is not None:
-            await self.sessions.exchange.export(self._session, result)
+        await self._export(result)
         result = self._ended(pending, result)
         if isinstance(result, ChoreoError):
             self.refused(result)
@@ -147,6 +151,7 @@ class Run:
             result: Result = await self._session.choreography.conclude(pending, outcome)
         except ChoreoError as error:
             result = error
+        await self._export(result)
         return self._ended(pending, result)
 
     # -- how they end ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -21,11 +21,11 @@ from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.api.restored import SessionJournal, SessionRecord
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
-from vllm_choreo.repair.pair_rule import ChosenCell, PairRule
+from vllm_choreo.repair.pair_rule import ChosenCell
 from vllm_choreo.repair.session_rules import check_sent
 from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.semantics.session_options import SessionOptions
+from vllm_choreo.semantics.session_options import RepairGiven, SessionOptions
 from vllm_choreo.server.answers import Mode, Placement, Repair, SessionAnswer
 from vllm_choreo.server.observer import Observer
 from vllm_choreo.server.work_pool import WorkPool
@@ -93,19 +93,27 @@ class OpenSession:
 
 
 class Exchanger(Protocol):
-    """Exchange of messages with the server of another model; see `PairExchange`.
+    """Exchange of messages with servers of other models; see `PairExchange`.
 
     Attributes:
         rule: rule of sessions that have none of their own.
     """
 
-    rule: PairRule
+    rule: RepairGiven
 
     async def export(self, session: OpenSession, result: Result) -> None:
-        """Save the result of a session's call for the other server."""
+        """Save the result of a session's call for the other servers."""
 
     async def fetch(self, session: OpenSession, named: Iterable[str]) -> None:
-        """Load the messages that a session's call names from the other server."""
+        """Load the messages that a session's call names from the other servers."""
+
+    async def export_part(self, session: OpenSession, message: Message, key: bytes) -> None:
+        """Save a part of a chat for the other servers, which find it by a digest."""
+
+    async def fetch_part(
+        self, session: OpenSession, key: bytes, token_ids: Sequence[int]
+    ) -> Message | None:
+        """Load a part of a chat that another server has saved, or return None."""
 
 
 class Sessions:
@@ -118,7 +126,7 @@ class Sessions:
 
     Attributes:
         observers: counters of what happens; append to it.
-        exchange: exchange with the server of another model; None: there is none.
+        exchange: exchange with servers of other models; None: there is none.
         work: pool for work that grows with what a tenant sends.
         journal: journal from which another server goes on with the sessions; None: there is none.
     """

@@ -84,16 +84,17 @@ class SnapshotFolders:
         """
         return SnapshotFolder(f"{self._uri}/{tenant}", label="").sizes()
 
-    def room(self, tenant: str, name: str) -> float:
+    def room(self, tenant: str, name: str, share: float = 1.0) -> float:
         """Bytes that a tenant may save under a name.
+
+        Args:
+            share: part of the limits that all it has saved may take with it.
 
         Raises:
             LimitError: there is no room, or no further name.
         """
-        max_gib, max_names = (
-            self._config.max_kept_gib_per_tenant,
-            self._config.max_kept_names_per_tenant,
-        )
+        max_gib = self._config.max_kept_gib_per_tenant * share
+        max_names = int(self._config.max_kept_names_per_tenant * share)
         others = self.sizes(tenant)
         others.pop(name, None)
         if len(others) >= max_names:

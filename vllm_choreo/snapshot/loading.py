@@ -17,7 +17,7 @@ from vllm_choreo.semantics.other_model import OTHER_MODEL
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.snapshot.byte_bar import ByteBar
 from vllm_choreo.snapshot.manifest import Manifest, checked_manifest, named_files
-from vllm_choreo.snapshot.origin import Origin, shape_of
+from vllm_choreo.snapshot.origin import Origin, by_layer, shape_of
 from vllm_choreo.snapshot.signature import differences, is_same_text, is_variant
 from vllm_choreo.snapshot.steps import Ask, Steps, operation, session, workers
 from vllm_choreo.snapshot.storage import MANIFEST, SnapshotFolder
@@ -55,6 +55,18 @@ class Unfit(Exception):
         )
 
 
+class LoadedMessages(NamedTuple):
+    """Messages of a folder, now of a session.
+
+    Attributes:
+        messages: in the order in which they were saved.
+        writers: weights that have written each: digest of a model's, or of an adapter's of it.
+    """
+
+    messages: list[Message]
+    writers: list[str]
+
+
 def loading(
     folder: SnapshotFolder,
     target: Origin,
@@ -64,7 +76,7 @@ def loading(
     check_open: Callable[[], None],
     on_mismatch: str,
     progress: bool | None,
-) -> Steps[list[Message]]:
+) -> Steps[LoadedMessages]:
     """Load the messages of a folder into a session.
 
     Args:
@@ -77,9 +89,6 @@ def loading(
         check_open: raises if the session is closed.
         on_mismatch: "refuse", "encode" or "variant".
         progress: see `ByteBar`.
-
-    Returns:
-        The messages, in the order in which they were saved.
 
     Raises:
         UnknownKeptError: nothing was saved here.
@@ -95,7 +104,8 @@ def loading(
                 continue  # its files may have been removed before they were locked
             try:
                 manifest = checked_manifest(folder, content)
-                return (yield from _load(folder, manifest, into, on_mismatch, progress))
+                messages = yield from _load(folder, manifest, into, on_mismatch, progress)
+                return LoadedMessages(messages, _writers(manifest.kept))
             except KeptError:
                 # Files of a generation that is not there any more cannot be read, and need not be.
                 if folder.manifest() == content:
@@ -105,6 +115,12 @@ def loading(
         parameter="uri",
         value=folder.label,
     )
+
+
+def _writers(kept: Mapping[str, Any]) -> list[str]:
+    base, adapters = kept["model"]["weights"], kept["adapters"]
+    numbers = [kept["encodings"][one["encoding"]]["adapter"] for one in kept["messages"]]
+    return [base if number is None else adapters[number]["weights"] for number in numbers]
 
 
 class _Into(NamedTuple):
@@ -299,7 +315,7 @@ class _Reader:
         if not wanted:
             return
         shapes = yield workers("choreo_kv_shape")
-        shape = shape_of(shapes, self._target)
+        shape, groups = shape_of(shapes, self._target), shapes[0]["groups"]
         total = sum(entry["data"]["bytes"] for _, entry in wanted)
         with ByteBar("loading", total, progress) as bar:
             for number, entry in wanted:
@@ -309,12 +325,34 @@ class _Reader:
                     bar.advance(data["bytes"])
                     continue
                 try:
-                    kept = shape.keeping(entry["keeps"])
+                    firsts = data.get("firsts") or [0] * len(groups)
+                    if place["blocks"]:
+                        self._check_tokens(data["file"], firsts, by_layer(place["firsts"], groups))
+                    kept = shape.keeping(entry["keeps"]).beginning_at(firsts)
                     yield from self._read_one(entry, place, kept, bar)
                 except Unfit as unfit:
                     if self._on_mismatch != "encode":
                         raise unfit.refusal() from None
                     yield operation("deallocate", self._ticket, number)
+
+    def _check_tokens(self, name: str, firsts: Sequence[int], needed: Sequence[int]) -> None:
+        """Check that a file has the tokens that each layer needs here, or raise Unfit.
+
+        Args:
+            name: name of the file.
+            firsts, needed: the first token of each layer, there and here.
+        """
+        file = f"{self._folder.label}/{name}"
+        if len(firsts) != len(needed):
+            raise Unfit(f"it has {len(firsts)} layers, not {len(needed)}", file)
+        for layer, (first, need) in enumerate(zip(firsts, needed, strict=True)):
+            if first > need:
+                raise Unfit(
+                    f"in layer {layer} it has the tokens from {first} on, for it was saved where "
+                    "layers with windows keep a part of each message "
+                    f"(additional_config.choreo.window_groups); here those from {need} on are kept",
+                    file,
+                )
 
     def _read_one(
         self, entry: Mapping[str, Any], place: Mapping[str, Any], shape: KVShape, bar: ByteBar
@@ -352,6 +390,12 @@ class _Reader:
     ) -> Ask | None:
         """Call of the workers that writes a chunk; None: there is no place for it, nor a need."""
         parts, rows = (chunk.first, chunk.last), (chunk.start, chunk.stop)
+        if tensors := shape.state_tensors(*parts):
+            if place["state"] is None:
+                return None
+            return workers(
+                "choreo_write_state", piece, place["state"], [tensors.start, tensors.stop]
+            )
         if layers := shape.hidden_layers(*parts):
             key = place["hidden"]
             return key and workers("choreo_write_hidden", piece, key, layers, *rows)

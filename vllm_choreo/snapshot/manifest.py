@@ -15,11 +15,14 @@
                              "patch": {"source": encoding, "start", "runs": [[start, stop]],
                                        "layers": [[first, stop]] | null} | null,
                              "keeps": [layer], "is_untrusted",
-                             "data": {"file", "bytes", "sha256", "stored_position"} | null}],
+                             "data": {"file", "bytes", "sha256", "stored_position",
+                                      "firsts": [token]} | null}],
               "messages": [{as `wire.messages.record_json`, "parents": [[id, start, stop]],
                             "encoding"}]}}
 
-Numbers stand for entries of the lists, and name earlier ones alone. A file that was damaged, or
+Numbers stand for entries of the lists, and name earlier ones alone. `firsts` are the first tokens
+that layers have; what was saved before there were KV cache groups of windows has all, and no such
+entry. A file that was damaged, or
 that no save has written, is refused here, before any of it reaches the engine.
 
 The digest tells that nothing was damaged, and anybody can make it. The keyed one tells who wrote
@@ -215,7 +218,7 @@ def _check_encoding(
     for layer in entry["keeps"]:
         least = _count(layer, least) + 1
     if entry["data"] is not None:
-        _check_data(entry["data"])
+        _check_data(entry["data"], len(tokens))
 
 
 def _check_weights(weights: Sequence[float] | None) -> None:
@@ -243,12 +246,14 @@ def _check_layers(patch: Mapping[str, Any], kept: Sequence[int]) -> None:
             raise ValueError(f"the source of a patch does not keep what layer {first} was given")
 
 
-def _check_data(data: Mapping[str, Any]) -> None:
+def _check_data(data: Mapping[str, Any], num_tokens: int) -> None:
     _texts(data["sha256"])
     _check_file_name(data["file"])
     _count(data["bytes"])
     if type(data["stored_position"]) is not int:
         raise TypeError("stored_position is an int")
+    for first in data.get("firsts", ()):
+        _count(first, most=num_tokens - 1)
 
 
 def _check_file_name(name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_choreo.errors import KeptError
 from vllm_choreo.snapshot.tensors import Chunk, KVShape
 
 
@@ -47,14 +48,35 @@ def all_heads(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> list[list[
 
 
 def shape_of(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> KVShape:
-    """Shape of keys and values, from what each worker tells; raises KeptError as `KVShape.of`."""
+    """Shape of keys and values, from what each worker tells.
+
+    Raises:
+        KeptError: as `KVShape.of`, or workers share the states of a model.
+    """
     hidden_dtype, hidden_size = shapes[0]["hidden"]
+    if shapes[0]["states"] and len(shapes) > 1:
+        raise KeptError(
+            "workers share the states of this model, of which files hold whole ones: save recipes "
+            "alone (encodings=False)",
+            parameter="tensor_parallel_size",
+            value=len(shapes),
+        )
     return KVShape.of(
         shapes[0]["dtype"],
         all_heads(shapes, origin),
         (hidden_dtype, int(hidden_size)),
         shapes[0]["scales"],  # of a layer, so of all workers
+        shapes[0]["states"],
     )
+
+
+def by_layer(of_groups: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """Numbers of KV cache groups, layer by layer.
+
+    Args:
+        groups: group of each layer.
+    """
+    return [of_groups[group] for group in groups]
 
 
 def concat_heads(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> bytes:

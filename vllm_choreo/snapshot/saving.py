@@ -10,7 +10,7 @@ from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError
 from vllm_choreo.semantics.message import Message, Saved
 from vllm_choreo.snapshot.byte_bar import ByteBar
 from vllm_choreo.snapshot.manifest import FORMAT, data_files, manifest_bytes, read_manifest
-from vllm_choreo.snapshot.origin import Origin, concat_heads, shape_of
+from vllm_choreo.snapshot.origin import Origin, by_layer, concat_heads, shape_of
 from vllm_choreo.snapshot.steps import Ask, Steps, operation, workers
 from vllm_choreo.snapshot.storage import SnapshotFolder, settle
 from vllm_choreo.snapshot.streams import Digested
@@ -127,8 +127,12 @@ class _Writer:
         copies = [n for n in self._told["resident"] if self._entries[n]["is_copy"]]
         numbers = [*own, *(n for n in copies if self._entries[n]["message"] in ids)]
         entries = {number: self._entries[number] for number in numbers}
-        kept = {number: shape.keeping(entry["keeps"]) for number, entry in entries.items()}
-        num_bytes = sum(kept[n].token_bytes * len(entries[n]["tokens"]) for n in numbers)
+        groups, firsts = shapes[0]["groups"], self._told["firsts"]
+        kept = {
+            number: shape.keeping(entry["keeps"]).beginning_at(by_layer(firsts[number], groups))
+            for number, entry in entries.items()
+        }
+        num_bytes = sum(kept[n].num_bytes(len(entries[n]["tokens"])) for n in numbers)
         check_size(num_bytes, self._folder.max_bytes)
         with ByteBar("saving", num_bytes, progress) as bar:
             for number in numbers:
@@ -139,7 +143,8 @@ class _Writer:
         self, number: int, message_id: str | None, shape: KVShape, bar: ByteBar
     ) -> Steps[None]:
         held = yield operation("hold", self._told["ticket"], number)
-        if held is None and message_id is not None:
+        # With states a message is read behind its chain alone, which no caller can name.
+        if held is None and message_id is not None and not shape.states:
             try:
                 yield Ask("encode", (message_id,))
             except TooLongError:
@@ -153,7 +158,7 @@ class _Writer:
                     value=message_id,
                 )
         if held is None:
-            return  # a copy that was evicted meanwhile: it stays a recipe
+            return  # a copy, or one with a state, that was evicted: it stays a recipe
         try:
             yield from self._stream(number, held, shape, bar)
         finally:
@@ -176,7 +181,11 @@ class _Writer:
             digested.write(header_bytes(shape, num_tokens, self._about(entry)))
             for chunk in chunks(shape, num_tokens):
                 parts, rows = [chunk.first, chunk.last], (chunk.start, chunk.stop)
-                if layers := shape.hidden_layers(*parts):
+                if tensors := shape.state_tensors(*parts):
+                    wanted = [tensors.start, tensors.stop]
+                    (found,) = yield workers("choreo_read_state", held["state"], wanted)
+                    digested.write(found)
+                elif layers := shape.hidden_layers(*parts):
                     found = yield workers("choreo_read_hidden", held["hidden"], layers, *rows)
                     digested.write(found[0])  # every worker has them all
                 else:
@@ -189,6 +198,7 @@ class _Writer:
             "bytes": digested.num_bytes,
             "sha256": digested.sha256,
             "stored_position": held["stored_position"],
+            "firsts": list(shape.firsts),
         }
 
     def _about(self, entry: Mapping[str, Any]) -> dict[str, str]:

@@ -6,11 +6,14 @@
     data       layers.0.keys, layers.0.values, ...    each [num_tokens, num_kv_heads, size]
                layers.8.hidden, ...                   each [num_tokens, hidden_size]: what the
                                                       layer was given, if that is kept
+               states.0, ...                          each [1, ...]: what the message leaves behind
+                                                      it, in models with states
 
 A tensor of keys or of values is a *part*, number `2 * layer`, or one more; those of hidden states
-come after all of these. A *chunk* is what is handed to the workers at once: some parts with all
-their tokens, or some tokens of one part. Tensors of other names may follow; a reader leaves them
-alone.
+come after all of these, and then those of the state. A *chunk* is what is handed to the workers at
+once: some parts with all their tokens, or some tokens of one part. Tensors of other names may
+follow; a reader leaves them alone. In an engine with window groups, layers with windows have the
+tokens from some token on.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 @dataclass(frozen=True)
 class KVShape:
-    """Shape of the keys and values of one token, and of the hidden states that are kept of it.
+    """Shape of the keys and values of one token, and of what is kept of a message besides.
 
     Attributes:
         dtype: dtype of keys and values by torch's name, such as "float32".
@@ -53,6 +56,8 @@ class KVShape:
             is what is stored times its scale. Empty for other dtypes.
         hidden_dtype, hidden_size: dtype and size of the hidden states that a layer is given.
         hidden: layers whose hidden states are kept, ascending.
+        firsts: the first token whose keys and values are there, of each layer; empty: all are.
+        states: dtype and shape of each tensor of the state at a message's end; empty: none is kept.
     """
 
     dtype: str
@@ -61,6 +66,8 @@ class KVShape:
     hidden_dtype: str = "float32"
     hidden_size: int = 0
     hidden: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()
+    states: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(
@@ -69,17 +76,18 @@ class KVShape:
         layers: Sequence[Sequence[int]],
         hidden: tuple[str, int] = ("float32", 0),
         scales: Sequence[Sequence[float]] = (),
+        states: Sequence[tuple[str, Sequence[int]]] = (),
     ) -> KVShape:
         """Make a shape of dtypes that files hold.
 
         Args:
             hidden: dtype and size of hidden states.
-            scales: see the attribute.
+            scales, states: see the attributes.
 
         Raises:
             KeptError: a dtype that files do not hold.
         """
-        for found in (dtype, hidden[0]):
+        for found in (dtype, hidden[0], *(of_state for of_state, _ in states)):
             if found not in _DTYPES:
                 raise KeptError(
                     f"keys and values of this type cannot be kept, only {', '.join(_DTYPES)}: save "
@@ -88,33 +96,57 @@ class KVShape:
                     value=found,
                 )
         sizes = tuple((int(heads), int(key), int(value)) for heads, key, value in layers)
-        return cls(dtype, sizes, tuple((float(k), float(v)) for k, v in scales), *hidden)
+        return cls(
+            dtype,
+            sizes,
+            tuple((float(k), float(v)) for k, v in scales),
+            *hidden,
+            states=tuple((of_state, tuple(map(int, size))) for of_state, size in states),
+        )
 
     def keeping(self, hidden: Sequence[int]) -> KVShape:
         """Shape for a message that keeps the hidden states of these layers."""
         return replace(self, hidden=tuple(hidden))
+
+    def beginning_at(self, firsts: Sequence[int]) -> KVShape:
+        """Shape for a message of which each layer has the tokens from one on."""
+        return replace(self, firsts=tuple(firsts))
 
     @property
     def num_kv_parts(self) -> int:
         return 2 * len(self.layers)
 
     @property
-    def num_parts(self) -> int:
+    def num_token_parts(self) -> int:
+        """Parts that have rows of tokens; those behind them are of the state."""
         return self.num_kv_parts + len(self.hidden)
 
+    @property
+    def num_parts(self) -> int:
+        return self.num_token_parts + len(self.states)
+
     def hidden_layers(self, first: int, last: int) -> tuple[int, ...]:
-        """Layers of the parts `first … last-1`; none if these hold keys and values."""
+        """Layers of the parts `first … last-1`; none if these hold anything but hidden states."""
         start = self.num_kv_parts
         return self.hidden[first - start : last - start] if first >= start else ()
 
+    def state_tensors(self, first: int, last: int) -> range:
+        """Tensors of the state of the parts `first … last-1`; none if these are of tokens."""
+        start = self.num_token_parts
+        return range(first - start, last - start) if first >= start else range(0)
+
     def part_name(self, part: int) -> str:
         """Name of the tensor of a part."""
+        if part >= self.num_token_parts:
+            return f"states.{part - self.num_token_parts}"
         if part >= self.num_kv_parts:
             return f"layers.{self.hidden[part - self.num_kv_parts]}.hidden"
         return f"layers.{part // 2}.{'values' if part % 2 else 'keys'}"
 
     def part_shape(self, part: int) -> tuple[int, ...]:
-        """Shape of one token in a part."""
+        """Shape of one row of a part."""
+        if part >= self.num_token_parts:
+            return self.states[part - self.num_token_parts][1]
         if part >= self.num_kv_parts:
             return (self.hidden_size,)
         heads, *sizes = self.layers[part // 2]
@@ -122,26 +154,43 @@ class KVShape:
 
     def part_dtype(self, part: int) -> tuple[str, int]:
         """Dtype of a part as a file names it, and the bytes of a number."""
+        if part >= self.num_token_parts:
+            return _DTYPES[self.states[part - self.num_token_parts][0]]
         return _DTYPES[self.hidden_dtype if part >= self.num_kv_parts else self.dtype]
 
     def row_bytes(self, part: int) -> int:
-        """Bytes of one token in a part."""
+        """Bytes of one row of a part: of a token, or of the state."""
         return prod(self.part_shape(part)) * self.part_dtype(part)[1]
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all parts."""
-        return sum(map(self.row_bytes, range(self.num_parts)))
+    def rows(self, part: int, num_tokens: int) -> range:
+        """Rows of a part of a message of so many tokens: tokens that are there, or the state."""
+        if part >= self.num_token_parts:
+            return range(1)
+        is_cut = self.firsts and part < self.num_kv_parts
+        return range(self.firsts[part // 2] if is_cut else 0, num_tokens)
+
+    def part_bytes(self, part: int, num_tokens: int) -> int:
+        """Bytes of a part of a message of so many tokens."""
+        return len(self.rows(part, num_tokens)) * self.row_bytes(part)
+
+    def kind(self, part: int, num_tokens: int) -> tuple[object, ...]:
+        """Kind of a part, which all parts of a chunk have: what it holds, dtype and rows."""
+        holds = (part >= self.num_kv_parts) + (part >= self.num_token_parts)
+        return holds, self.part_dtype(part), self.rows(part, num_tokens)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes of all parts of a message of so many tokens."""
+        return sum(self.part_bytes(part, num_tokens) for part in range(self.num_parts))
 
     def tensors(self, num_tokens: int) -> dict[str, dict[str, Any]]:
         """Entries of a header, in the order of the data."""
         entries: dict[str, dict[str, Any]] = {}
         end = 0
         for part in range(self.num_parts):
-            start, end = end, end + num_tokens * self.row_bytes(part)
+            start, end = end, end + self.part_bytes(part, num_tokens)
             entries[self.part_name(part)] = {
                 "dtype": self.part_dtype(part)[0],
-                "shape": [num_tokens, *self.part_shape(part)],
+                "shape": [len(self.rows(part, num_tokens)), *self.part_shape(part)],
                 "data_offsets": [start, end],
             }
         return entries
@@ -149,7 +198,7 @@ class KVShape:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start … stop-1` of the parts `first … last-1`, `num_bytes` in all.
+    """Rows `start … stop-1` of the parts `first … last-1`, `num_bytes` in all.
 
     In the file, and in a chunk's bytes, one part follows the other.
     """
@@ -164,8 +213,7 @@ class Chunk:
 def chunks(shape: KVShape, num_tokens: int, max_bytes: int = 0) -> Iterator[Chunk]:
     """Chunks of an encoding, in the order of the file.
 
-    A chunk of more than `max_bytes` has only one token. None has hidden states beside keys and
-    values.
+    A chunk of more than `max_bytes` has only one row. None has parts of two kinds.
 
     Args:
         max_bytes: bytes of a chunk; 0: `CHUNK_BYTES`.
@@ -173,20 +221,22 @@ def chunks(shape: KVShape, num_tokens: int, max_bytes: int = 0) -> Iterator[Chun
     max_bytes = max_bytes or CHUNK_BYTES
     part = 0
     while part < shape.num_parts:
-        row = shape.row_bytes(part)
-        if row * num_tokens > max_bytes:
+        row, rows = shape.row_bytes(part), shape.rows(part, num_tokens)
+        if shape.part_bytes(part, num_tokens) > max_bytes:
             step = max(1, max_bytes // row)
-            for start in range(0, num_tokens, step):
-                stop = min(start + step, num_tokens)
+            for start in rows[::step]:
+                stop = min(start + step, rows.stop)
                 yield Chunk(part, part + 1, start, stop, row * (stop - start))
             part += 1
             continue
-        first, size = part, 0
-        end = shape.num_kv_parts if part < shape.num_kv_parts else shape.num_parts
-        while part < end and size + shape.row_bytes(part) * num_tokens <= max_bytes:
-            size += shape.row_bytes(part) * num_tokens
+        first, size, kind = part, 0, shape.kind(part, num_tokens)
+        while part < shape.num_parts and shape.kind(part, num_tokens) == kind:
+            more = shape.part_bytes(part, num_tokens)
+            if size + more > max_bytes:
+                break
+            size += more
             part += 1
-        yield Chunk(first, part, 0, num_tokens, size)
+        yield Chunk(first, part, rows.start, rows.stop, size)
 
 
 def is_finite(data: bytes | memoryview, chunk: Chunk, shape: KVShape) -> bool:

@@ -32,9 +32,19 @@ class Block(Protocol):
     block_id: int
     ref_cnt: int
 
+    @property
+    def is_null(self) -> bool: ...
+
 
 class BlockPool(Protocol):
-    """Methods of vLLM's block pool that copies need."""
+    """Methods of vLLM's block pool that copies need.
+
+    Attributes:
+        null_block: block that stands in gaps, and is never free.
+    """
+
+    @property
+    def null_block(self) -> Block: ...
 
     def touch(self, blocks: Sequence[Block]) -> None: ...
 
@@ -48,12 +58,12 @@ class PlannedCopies:
     Attributes:
         saves: (KV cache block, host block) each.
         loads: (host block, KV cache block) each.
-        moves: (source, target, positions by which keys turn) each, of the KV cache.
+        moves: (source, target, positions by which keys turn, KV cache group) each.
     """
 
     saves: tuple[tuple[int, int], ...]
     loads: tuple[tuple[int, int], ...]
-    moves: tuple[tuple[int, int, int], ...]
+    moves: tuple[tuple[int, int, int, int], ...]
 
 
 class BlockCopies:
@@ -71,7 +81,8 @@ class BlockCopies:
         self.is_planning = False
         self._saves: dict[int, Block] = {}  # by host block, the source
         self._loads: dict[int, int] = {}  # by target's number, the host block
-        self._moves: dict[int, tuple[Block, int]] = {}  # by target's number, source and delta
+        # By target's number: source, delta and group.
+        self._moves: dict[int, tuple[Block, int, int]] = {}
 
     def begin(self) -> None:
         """Begin to plan a step: sources of saves may be given away from now on."""
@@ -85,9 +96,12 @@ class BlockCopies:
         planned = PlannedCopies(
             tuple((source.block_id, host_block) for host_block, source in self._saves.items()),
             tuple((host_block, target) for target, host_block in self._loads.items()),
-            tuple((src.block_id, dst, delta) for dst, (src, delta) in self._moves.items()),
+            tuple(
+                (source.block_id, target, delta, group)
+                for target, (source, delta, group) in self._moves.items()
+            ),
         )
-        self._pool.free_blocks([source for source, _ in self._moves.values()])
+        self._pool.free_blocks([source for source, *_ in self._moves.values()])
         self._saves, self._loads, self._moves = {}, {}, {}
         self.is_planning = False
         return planned
@@ -110,12 +124,16 @@ class BlockCopies:
             assert target.ref_cnt and target.block_id not in self._moves
             self._loads[target.block_id] = host_block
 
-    def move(self, source: Block, target: Block, delta: int) -> None:
-        """Queue a copy of a block, its keys turned by `delta` positions, into one that is held."""
+    def move(self, source: Block, target: Block, delta: int, group: int = 0) -> None:
+        """Queue a copy of a block, its keys turned by `delta` positions, into one that is held.
+
+        Args:
+            group: KV cache group of both.
+        """
         assert self.is_planning, "nobody reads between steps"
         assert target.ref_cnt and target.block_id not in {*self._loads, *self._moves}
         self._pool.touch([source])
-        self._moves[target.block_id] = source, delta
+        self._moves[target.block_id] = source, delta, group
 
     def free_host_blocks(self, host_blocks: Iterable[int]) -> None:
         """Withdraw saves into host blocks that are given up."""
@@ -135,6 +153,6 @@ class BlockCopies:
             if not block.ref_cnt:
                 self._loads.pop(block.block_id, None)
                 if move := self._moves.pop(block.block_id, None):
-                    source, _ = move
+                    source, *_ = move
                     self._pool.free_blocks([source])
                     freed.append(source)

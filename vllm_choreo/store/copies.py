@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.runs import TokenRanges
@@ -42,6 +42,22 @@ class Context:
     offsets: Sequence[int]
     adapter: Adapter | None
     exact: bool = False
+
+    @classmethod
+    def of(cls, encoding: Encoding) -> Context:
+        """Context in which an encoding is encoded, by its plan."""
+        plan = encoding.plan
+        assert plan is not None, "parents that are read have their plans"
+        chain = [
+            Link(parent, span.start, span.stop)
+            for parent, span in zip(encoding.parents, plan.parents, strict=True)
+        ]
+        offsets = [span.offset for span in plan.parents]
+        return cls(chain, offsets, encoding.adapter, plan.exact)
+
+    def behind(self, link: Link, offset: int) -> Context:
+        """Context behind one link more."""
+        return replace(self, chain=[*self.chain, link], offsets=[*self.offsets, offset])
 
     def plan(self, position: int, store: MessageStore, start: int = 0) -> CallPlan:
         """Plan of an encoding whose token `start` is the first seen, and stands at `position`.
@@ -126,3 +142,20 @@ class Context:
         tokens = source.token_ids
         copy = Encoding(source.message, trace, self.adapter, tokens, self.encodings, plan, patch)
         return Link(store.find_or_add_copy(copy, source, patch.num_charged), link.start, link.stop)
+
+    def cut(self, link: Link, num_first: int, position: int, store: MessageStore) -> list[Link]:
+        """Links to copies of a message in two: its first tokens in this context, the rest as it is.
+
+        The rest is encoded once more, behind the first tokens, in the context of the message: so it
+        has a state of its own, and what its tokens do to any.
+
+        Args:
+            position: position of the first token.
+        """
+        source = link.encoding
+        first, rest = (Link(source, 0, num_first), Link(source, num_first, source.num_tokens))
+        own, plan = Context.of(source), source.plan
+        assert plan is not None
+        head = own.copy(first, plan.new_offset, store)
+        tail = own.behind(head, plan.new_offset).copy(rest, plan.new_offset + num_first, store)
+        return [self.copy(first, position, store), tail]

@@ -28,6 +28,7 @@ from vllm_choreo.semantics.other_model import AdapterRequest
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.block_copies import Block
+from vllm_choreo.store.groups import BlockIndices, has_all
 
 CopyKey = tuple[bytes, tuple["Encoding", ...]]
 
@@ -137,7 +138,11 @@ class Encoding:
         is_orphan: whether it is a copy that no new call can read.
         num_unreported: tokens of a copy that were encoded, but that no call has reported yet.
         readers: copies that were encoded with it.
-        blocks: KV blocks that hold tokens `0 … num_encoded-1`, from its first slot on.
+        blocks: for each KV cache group, the blocks that hold tokens `0 … num_encoded-1`, from its
+            first slot on, or null blocks (`CacheGroups`); empty: it holds none.
+        num_blocks: blocks that it holds, of all groups together.
+        is_kept_whole: whether it keeps what a reader right behind it does not see, until there is
+            too little room: somebody has asked for that.
         stored_position: position to which the first key is rotated now.
         unwritten: runs of a patch whose step has not been planned yet.
         state: state of layers without keys behind its last token, for whoever begins there; None in
@@ -166,7 +171,9 @@ class Encoding:
     is_orphan: bool = False
     num_unreported: int = 0
     readers: set[Encoding] = field(default_factory=set, repr=False)
-    blocks: list[Block] = field(default_factory=list)
+    blocks: tuple[list[Block], ...] = ()
+    num_blocks: int = 0
+    is_kept_whole: bool = False
     num_encoded: int = 0
     stored_position: int = 0
     unwritten: list[TokenRange] = field(default_factory=list)
@@ -214,8 +221,20 @@ class Encoding:
 
     @property
     def is_resident(self) -> bool:
-        """True if every token has keys and values, at the latest after the step now planned."""
+        """True if every token has keys and values, at the latest after the step now planned.
+
+        In groups with windows some of them may have been given up, see `has`.
+        """
         return self.is_known and self.num_encoded == self.num_tokens and not self.unwritten
+
+    def has(self, wanted: BlockIndices | None) -> bool:
+        """Return whether it is resident, with certain blocks of each group; None: any."""
+        return self.is_resident and (wanted is None or has_all(self.blocks, wanted))
+
+    @property
+    def held_blocks(self) -> list[Block]:
+        """Blocks that it holds, group by group."""
+        return [block for of_group in self.blocks for block in of_group if not block.is_null]
 
     @property
     def recipe(self) -> tuple[Encoding, ...]:
@@ -241,7 +260,7 @@ class Encoding:
     @property
     def num_idle_blocks(self) -> int:
         """Blocks that evicting it would give back."""
-        return 0 if self.in_use else len(self.blocks)
+        return 0 if self.in_use else self.num_blocks
 
     def is_pinned(self, now: float) -> bool:
         """Return whether it is pinned at the time `now`, and evicted after all that are not."""

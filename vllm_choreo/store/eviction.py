@@ -55,11 +55,11 @@ def over_share(holding: Iterable[Encoding], max_blocks: int, now: float) -> Iter
     encodings = list(holding)
     num_blocks = Counter[str]()
     for encoding in encodings:
-        num_blocks[encoding.message.tenant] += len(encoding.blocks)
+        num_blocks[encoding.message.tenant] += encoding.num_blocks
     for encoding in encodings:
         tenant = encoding.message.tenant
         if num_blocks[tenant] > max_blocks and not encoding.in_use and not encoding.is_pinned(now):
-            num_blocks[tenant] -= len(encoding.blocks)
+            num_blocks[tenant] -= encoding.num_blocks
             yield encoding
 
 

@@ -18,15 +18,35 @@ from dataclasses import dataclass
 
 from vllm_choreo.store.block_copies import Block, BlockCopies
 from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.groups import BlockIndices, Blocks
 
 
 @dataclass(frozen=True)
-class _Saved:
-    """Host blocks of an encoding, and the position to which its first key is rotated there."""
+class HostCopy:
+    """Copy of an encoding in host memory.
 
-    host_blocks: list[int]
+    Attributes:
+        blocks: for each KV cache group the host blocks of its tokens, in their order; None: a gap.
+        num_encoded: number of its tokens.
+        stored_position: position to which the first key is rotated there.
+    """
+
+    blocks: tuple[tuple[int | None, ...], ...]
     num_encoded: int
     stored_position: int
+
+    @property
+    def host_blocks(self) -> list[int]:
+        """Host blocks that it takes, group by group."""
+        return [block for of_group in self.blocks for block in of_group if block is not None]
+
+    def has_all_of(self, blocks: Blocks) -> bool:
+        """Return whether it has every block that lies in `blocks`, which have gaps, too."""
+        return all(
+            block.is_null or (index < len(mine) and mine[index] is not None)
+            for mine, of_group in zip(self.blocks, blocks, strict=True)
+            for index, block in enumerate(of_group)
+        )
 
 
 class HostTier:
@@ -35,21 +55,21 @@ class HostTier:
     Args:
         num_blocks: blocks of the host's memory, each as large as one of the KV cache.
         copies: the queue of copies of blocks.
-        blocks_of: tells what is saved of an encoding: its blocks, or its state as the one block of
-            another pool.
+        blocks_of: tells what is saved of an encoding: its blocks, by group, or its state as the
+            one block of another pool.
     """
 
     def __init__(
         self,
         num_blocks: int,
         copies: BlockCopies,
-        blocks_of: Callable[[Encoding], Sequence[Block]] = lambda encoding: encoding.blocks,
+        blocks_of: Callable[[Encoding], Blocks] = lambda encoding: encoding.blocks,
     ) -> None:
         self.num_blocks = num_blocks
         self._copies = copies
         self._blocks_of = blocks_of
         self._free = list(range(num_blocks))
-        self._saved: OrderedDict[Encoding, _Saved] = OrderedDict()
+        self._saved: OrderedDict[Encoding, HostCopy] = OrderedDict()
         self._protected: set[Encoding] = set()
         self._filling: set[Encoding] = set()  # from elsewhere, over several steps
 
@@ -66,58 +86,111 @@ class HostTier:
 
         Encodings that are loaded in the same step stay: saves come first, and would overwrite them.
         """
-        saved = self._saved.get(encoding)
-        if saved is not None and saved.num_encoded >= encoding.num_encoded:
+        saved, blocks = self._saved.get(encoding), self._blocks_of(encoding)
+        is_there = saved is not None and saved.num_encoded >= encoding.num_encoded
+        if saved is not None and is_there and saved.has_all_of(blocks):
             self._saved.move_to_end(encoding)
             return
         self.discard(encoding)
-        blocks = self._blocks_of(encoding)
-        need = len(blocks)
+        sources = [block for of_group in blocks for block in of_group if not block.is_null]
+        need = len(sources)
         staying = self._protected | self._filling
-        if need > self.num_blocks - sum(map(self.num_blocks_of, staying)):
+        if need > self.num_blocks - sum(len(self._saved[e].host_blocks) for e in staying):
             return
         while len(self._free) < need:
             self.discard(next(other for other in self._saved if other not in staying))
-        host_blocks = [self._free.pop() for _ in range(need)]
-        self._saved[encoding] = _Saved(host_blocks, encoding.num_encoded, encoding.stored_position)
-        self._copies.save(blocks, host_blocks)
+        held = [[not block.is_null for block in of_group] for of_group in blocks]
+        copy = self._add(encoding, held, encoding.num_encoded, encoding.stored_position)
+        self._copies.save(sources, copy.host_blocks)
 
     def reserve(
-        self, encoding: Encoding, num_blocks: int, num_encoded: int, stored_position: int
-    ) -> list[int] | None:
+        self, encoding: Encoding, held: Sequence[range], num_encoded: int, stored_position: int
+    ) -> HostCopy | None:
         """Reserve free blocks, which somebody else fills with an encoding; None: there are too few.
 
         It stays there, whatever makes room, until `on_filled` is called, or `discard`.
+
+        Args:
+            held: indices of the blocks of each group, before which there are gaps.
         """
-        if num_blocks > len(self._free):
+        if sum(map(len, held)) > len(self._free):
             return None
-        host_blocks = [self._free.pop() for _ in range(num_blocks)]
-        self._saved[encoding] = _Saved(host_blocks, num_encoded, stored_position)
         self._filling.add(encoding)
-        return host_blocks
+        is_held = [[index in chosen for index in range(chosen.stop)] for chosen in held]
+        return self._add(encoding, is_held, num_encoded, stored_position)
+
+    def _add(
+        self,
+        encoding: Encoding,
+        is_held: Sequence[Sequence[bool]],
+        num_encoded: int,
+        stored_position: int,
+    ) -> HostCopy:
+        """Give an encoding free host blocks wherever one of its blocks is held."""
+        blocks = tuple(
+            tuple(self._free.pop() if is_there else None for is_there in of_group)
+            for of_group in is_held
+        )
+        self._saved[encoding] = HostCopy(blocks, num_encoded, stored_position)
+        return self._saved[encoding]
 
     def on_filled(self, encoding: Encoding) -> None:
         """Note that reserved blocks hold their encoding; from now on it makes room like others."""
         self._filling.discard(encoding)
 
-    def num_blocks_of(self, encoding: Encoding) -> int:
-        """KV cache blocks that it takes to load an encoding."""
-        return len(self._saved[encoding].host_blocks)
+    def restorable(self, encoding: Encoding) -> list[tuple[int, int]]:
+        """Group and index of each block that a saved encoding lacks, and that can be loaded.
+
+        All of its blocks, unless it is resident with gaps: then those that lie in gaps.
+        """
+        saved = self._saved[encoding]
+        if encoding.is_resident and encoding.stored_position != saved.stored_position:
+            return []
+        return [
+            (group, index)
+            for group, of_group in enumerate(saved.blocks)
+            for index, block in enumerate(of_group)
+            if block is not None
+            and not (encoding.is_resident and not encoding.blocks[group][index].is_null)
+        ]
+
+    def completes(self, encoding: Encoding, wanted: BlockIndices | None) -> bool:
+        """Return whether an encoding has certain blocks of each group once it is loaded.
+
+        Args:
+            wanted: None: any will do.
+        """
+        if encoding not in self._saved:
+            return False
+        loaded = set(self.restorable(encoding))
+        return bool(loaded) and all(
+            (group, index) in loaded
+            or (encoding.is_resident and not encoding.blocks[group][index].is_null)
+            for group, chosen in enumerate(wanted or ())
+            for index in chosen
+        )
 
     def protect(self, encoding: Encoding) -> None:
         """Protect a saved encoding that the step being planned loads: no save displaces it."""
         self._saved.move_to_end(encoding)
         self._protected.add(encoding)
 
-    def place_of(self, encoding: Encoding) -> tuple[int, int]:
-        """Stored position of a saved encoding, and the number of its tokens."""
-        saved = self._saved[encoding]
-        return saved.stored_position, saved.num_encoded
+    def find(self, encoding: Encoding) -> HostCopy:
+        """Copy of a saved encoding."""
+        return self._saved[encoding]
 
-    def load(self, encoding: Encoding, blocks: Sequence[Block]) -> None:
-        """Copy a saved encoding into `blocks`, which it holds already."""
+    def load(
+        self, encoding: Encoding, places: Sequence[tuple[int, int]], blocks: Sequence[Block]
+    ) -> None:
+        """Copy blocks of a saved encoding into `blocks`, which it holds already.
+
+        Args:
+            places: group and index of each.
+        """
         self.protect(encoding)
-        self._copies.load(self._saved[encoding].host_blocks, blocks)
+        saved = self._saved[encoding]
+        found = (saved.blocks[group][index] for group, index in places)
+        self._copies.load([block for block in found if block is not None], blocks)
 
     def discard(self, encoding: Encoding) -> None:
         """Forget an encoding, if it lies there."""
@@ -125,8 +198,9 @@ class HostTier:
         self._filling.discard(encoding)
         saved = self._saved.pop(encoding, None)
         if saved is not None:
-            self._copies.free_host_blocks(saved.host_blocks)
-            self._free += saved.host_blocks
+            host_blocks = saved.host_blocks
+            self._copies.free_host_blocks(host_blocks)
+            self._free += host_blocks
 
     def clear(self) -> None:
         """Forget all encodings but those being filled, whose blocks must not be given to others."""

@@ -15,6 +15,7 @@ from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.store.block_copies import Block, BlockCopies, BlockPool
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.eviction import choose_victim, over_share
+from vllm_choreo.store.groups import Blocks, CacheGroups
 from vllm_choreo.store.states import States
 
 
@@ -27,7 +28,11 @@ class Residency:
                       ^  |
                       +--+ wait_again
 
+    In groups with windows an encoding keeps what is seen right behind it (`CacheGroups.kept`), and
+    more while calls wait for it, or until there is too little room if one has asked for that.
+
     Attributes:
+        groups: the KV cache groups.
         num_idle_blocks: blocks that would be given back if every idle encoding were evicted; a
             block that two of them share counts twice.
         num_blocks_of: blocks that are held, by tenant, counted in the same way.
@@ -35,9 +40,9 @@ class Residency:
         states: states of layers without keys; None: the model has none.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, states: States | None = None) -> None:
+    def __init__(self, pool: BlockPool, groups: CacheGroups, states: States | None = None) -> None:
         self.pool = pool
-        self.block_size = block_size
+        self.groups = groups
         self.num_idle_blocks = 0
         self.num_blocks_of: Counter[str] = Counter()
         self.block_copies = BlockCopies(pool)
@@ -47,32 +52,87 @@ class Residency:
 
     # -- blocks ----------------------------------------------------------------------------
 
-    def hold(
-        self, encoding: Encoding, blocks: Sequence[Block], num_encoded: int, step: int
-    ) -> None:
+    def hold(self, encoding: Encoding, blocks: Blocks, num_encoded: int, step: int) -> None:
         """Make `blocks` the place of tokens `0 … num_encoded-1`, and let go of the old ones."""
         assert encoding.plan is not None, "a message is encoded according to its plan"
         assert not encoding.num_readers, "what is read stays where it is"
-        held = list(blocks[: -(-num_encoded // self.block_size)])
+        num_blocks = -(-num_encoded // self.groups.block_size)
+        held = tuple(list(of_group[:num_blocks]) for of_group in blocks) if num_blocks else ()
         position = encoding.stored_position if encoding.blocks else encoding.plan.own_position
-        self.pool.touch(held)
+        touched = [block for of_group in held for block in of_group if not block.is_null]
+        self.pool.touch(touched)
         self._drop_blocks(encoding)
         with self._changing(encoding):
             encoding.blocks, encoding.num_encoded = held, num_encoded
+            encoding.num_blocks = len(touched)
         encoding.stored_position, encoding.held_in_step = position, step
         self.use(encoding)
+        self._trim_unless_needed(encoding)
+
+    def fill(self, encoding: Encoding, blocks: Blocks, step: int) -> list[tuple[int, int]]:
+        """Close the gaps of a resident encoding, which may be read meanwhile, by other blocks.
+
+        Args:
+            blocks: where all its tokens were encoded again; they may have gaps as well.
+
+        Returns:
+            Group and index of each gap that was closed.
+        """
+        closed = [
+            (group, index)
+            for group, (held, new) in enumerate(zip(encoding.blocks, blocks, strict=True))
+            for index, block in enumerate(held)
+            if block.is_null and not new[index].is_null
+        ]
+        with self._changing(encoding):
+            for group, index in closed:
+                encoding.blocks[group][index] = blocks[group][index]
+            encoding.num_blocks += len(closed)
+        self.pool.touch([blocks[group][index] for group, index in closed])
+        encoding.held_in_step = step
+        return closed
+
+    def trim(self, encoding: Encoding) -> bool:
+        """Give back what no reader right behind an encoding sees; return whether that was any."""
+        firsts = self.groups.kept(encoding.num_encoded)
+        encoding.is_kept_whole = False
+        groups = range(len(encoding.blocks))
+        gaps = [(group, index) for group in groups for index in range(firsts[group])]
+        return self.open_gaps(encoding, gaps)
+
+    def open_gaps(self, encoding: Encoding, gaps: Sequence[tuple[int, int]]) -> bool:
+        """Give blocks back, by group and index; return whether any were there."""
+        freed = []
+        with self._changing(encoding):
+            for group, index in gaps:
+                held = encoding.blocks[group]
+                if not held[index].is_null:
+                    freed.append(held[index])
+                    held[index] = self.pool.null_block
+            encoding.num_blocks -= len(freed)
+        self._free(freed)
+        return bool(freed)
+
+    def _trim_unless_needed(self, encoding: Encoding) -> None:
+        """Trim an encoding that nobody waits for, whose tokens are final."""
+        is_needed = encoding.num_waiting or encoding.num_wanting or encoding.unwritten
+        is_needed = is_needed or encoding.is_kept_whole or not encoding.is_known
+        if self.groups.has_windows and not is_needed:
+            self.trim(encoding)
 
     def drop(self, encoding: Encoding) -> None:
         """Give all blocks of an encoding back, and its state."""
         if self.states:
             self.states.drop(encoding)
         self._drop_blocks(encoding)
+        encoding.is_kept_whole = False
 
     def _drop_blocks(self, encoding: Encoding) -> None:
         assert not encoding.num_readers, "what is read stays where it is"
-        self._free(encoding.blocks)
+        self._free(encoding.held_blocks)
         with self._changing(encoding):
-            encoding.blocks, encoding.num_encoded, encoding.stored_position = [], 0, 0
+            encoding.blocks, encoding.num_encoded, encoding.stored_position = (), 0, 0
+            encoding.num_blocks = 0
         encoding.unwritten = []
         self._holding.pop(encoding, None)
 
@@ -80,16 +140,23 @@ class Residency:
         """Give back the blocks behind the first `num_tokens` tokens; the state was another's."""
         if self.states:
             self.states.drop(encoding)
-        if encoding.num_encoded <= num_tokens:
-            return
+        if encoding.num_encoded > num_tokens:
+            self._cut_blocks(encoding, num_tokens)
+        self._trim_unless_needed(encoding)
+
+    def _cut_blocks(self, encoding: Encoding, num_tokens: int) -> None:
         assert not encoding.num_readers, "what is read stays where it is"
-        num_blocks = -(-num_tokens // self.block_size)
-        self._free(encoding.blocks[num_blocks:])
+        num_blocks = -(-num_tokens // self.groups.block_size)
+        cut = [block for held in encoding.blocks for block in held[num_blocks:]]
+        freed = [block for block in cut if not block.is_null]
+        self._free(freed)
         with self._changing(encoding):
             encoding.num_encoded = num_tokens
-            del encoding.blocks[num_blocks:]
+            encoding.num_blocks -= len(freed)
+            for held in encoding.blocks:
+                del held[num_blocks:]
 
-    def patch(self, encoding: Encoding, blocks: Sequence[Block], position: int, step: int) -> None:
+    def patch(self, encoding: Encoding, blocks: Blocks, position: int, step: int) -> None:
         """Make `blocks` the place of a patch whose runs are still to be written over its source.
 
         Args:
@@ -135,6 +202,7 @@ class Residency:
                 encoding.num_waiting -= 1
                 encoding.num_readers += 1
             self.use(encoding)
+            self._trim_unless_needed(encoding)
 
     def wait_again(self, encodings: Iterable[Encoding]) -> None:
         """Count a call as waiting that lost its place; the encodings may be evicted meanwhile."""
@@ -151,6 +219,7 @@ class Residency:
             with self._changing(encoding):
                 encoding.num_readers -= reading
                 encoding.num_waiting -= not reading
+            self._trim_unless_needed(encoding)
 
     def add_encoder(self, encoding: Encoding, request_id: str) -> None:
         """Note that a request makes or encodes an encoding."""
@@ -175,6 +244,24 @@ class Residency:
         """Encoding whose blocks are given up next, see `choose_victim`."""
         return choose_victim(self._holding, protected, waiting_too, now)
 
+    def trim_one(self, needed: Collection[Encoding]) -> bool:
+        """Trim the least recently used encoding of those that were kept whole for a call.
+
+        Args:
+            needed: encodings that stay as they are.
+
+        Returns:
+            Whether blocks were given back.
+        """
+        if not self.groups.has_windows:
+            return False
+        whole = [
+            e
+            for e in self._holding
+            if e.is_kept_whole and not (e.num_waiting or e.num_wanting or e.unwritten)
+        ]
+        return any(self.trim(encoding) for encoding in whole if encoding not in needed)
+
     def over_share(self, max_blocks: int, now: float) -> list[Encoding]:
         """Idle encodings to evict so that no tenant's hold more than `max_blocks` blocks."""
         if max(self.num_blocks_of.values(), default=0) <= max_blocks:
@@ -187,10 +274,13 @@ class Residency:
         assert self.num_idle_blocks == sum(e.num_idle_blocks for e in self._holding)
         counted = Counter[str]()
         for encoding in self._holding:
-            counted[encoding.message.tenant] += len(encoding.blocks)
+            counted[encoding.message.tenant] += encoding.num_blocks
             assert min(encoding.num_readers, encoding.num_waiting) >= 0
             assert not encoding.unwritten or encoding.encoders
-            assert len(encoding.blocks) == -(-encoding.num_encoded // self.block_size)
+            assert encoding.num_blocks == len(encoding.held_blocks)
+            assert len(encoding.blocks) == len(self.groups.windows)
+            for held in encoding.blocks:
+                assert len(held) == -(-encoding.num_encoded // self.groups.block_size)
         assert counted == +self.num_blocks_of
         if self.states:
             self.states.check()
@@ -203,7 +293,7 @@ class Residency:
     @contextmanager
     def _changing(self, encoding: Encoding) -> Iterator[None]:
         """Keep the sums right while an encoding's blocks or counts change."""
-        num_idle, num_held = encoding.num_idle_blocks, len(encoding.blocks)
+        num_idle, num_held = encoding.num_idle_blocks, encoding.num_blocks
         wanted = encoding.wants_source
         yield
         if encoding.patch is not None:
@@ -214,4 +304,4 @@ class Residency:
             source.num_entering += change * encoding.patch.is_entering
             self.num_idle_blocks += source.num_idle_blocks - num_idle_blocks
         self.num_idle_blocks += encoding.num_idle_blocks - num_idle
-        self.num_blocks_of[encoding.message.tenant] += len(encoding.blocks) - num_held
+        self.num_blocks_of[encoding.message.tenant] += encoding.num_blocks - num_held

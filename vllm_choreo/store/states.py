@@ -6,12 +6,14 @@ token changes. All states of a request lie under one number of a pool of their o
 blocks of keys and values: so messages need no more padding than in other models, and a state is
 kept at the end of every message, whatever its length.
 
-    start    a state is taken from the pool, and begins as a copy of what the last parent left
+    start    a state is taken from the pool, and begins with what the parents left
     ...      the request's tokens change it
     hold     it is what the message leaves at its end: from now on nothing changes it
+    leave    it stays as it is for others, and the request goes on with a copy
 
 An encoding may have its keys and values and lack its state: it is read as ever, but for a call
-that begins right behind it, for which its tokens are encoded again. Imports neither torch nor vllm.
+whose own state begins with it (`state_starts.py`), for which its tokens are encoded again. Imports
+neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Protocol
 from vllm_choreo.store.block_copies import Block, BlockCopies, BlockPool
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.host_tier import HostTier
+from vllm_choreo.store.state_starts import StateOrigin, StateStarts
 
 
 class StatePool(BlockPool, Protocol):
@@ -40,17 +43,23 @@ class States:
 
     Args:
         num_in_host: states of evicted encodings that host memory has room for.
+        is_composed: whether each state comes with what its message does to any state, so that
+            messages are read in any order; else chains alone are.
 
     Attributes:
-        copies: the copies of states that the next step begins with.
+        copies: the copies of states, to and from host memory, that the next step begins with.
+        starts: the states that begin in it, after these copies.
         tier: states of evicted encodings in host memory, or None.
     """
 
-    def __init__(self, pool: StatePool, num_in_host: int = 0) -> None:
+    def __init__(self, pool: StatePool, num_in_host: int = 0, is_composed: bool = False) -> None:
         self.pool = pool
+        self.is_composed = is_composed
         self.copies = BlockCopies(pool)
+        self.starts = StateStarts(pool)
         self.tier = HostTier(num_in_host, self.copies, _state_of) if num_in_host else None
         self._of_request: dict[str, Block] = {}
+        self._gone_on: list[str] = []  # requests that go on with another state in the next step
         # Encodings that hold a state, least recently used first; and how many hold each.
         self._holding: OrderedDict[Encoding, None] = OrderedDict()
         self._num_holders: Counter[int] = Counter()
@@ -70,19 +79,48 @@ class States:
         """State of a request; None: it does not run."""
         return self._of_request.get(request_id)
 
-    def start(self, request_id: str, origin: Encoding | None) -> None:
-        """Give a request one of the free states, which begins where an encoding ends.
+    def start(self, request_id: str, origin: StateOrigin | Block | None) -> None:
+        """Give a request one of the free states.
 
         Args:
-            origin: the encoding, with its state; None: the request begins a text.
+            origin: encodings that it begins with, with their states; or a state that is held,
+                which another request has left; None: it begins a text, and is no call.
         """
-        assert request_id not in self._of_request
-        (state,) = self.pool.get_new_blocks(1)
+        assert request_id not in self._of_request and self.copies.is_planning
+        encodings = origin.encodings if isinstance(origin, StateOrigin) else ()
+        # vLLM begins a text by itself; what its tokens do to any state begins with nothing done.
+        is_empty = isinstance(origin, StateOrigin) and not encodings and not self.is_composed
+        self._of_request[request_id] = self._begun(None if is_empty else origin)
+        for encoding in encodings:
+            self.use(encoding)
+
+    def leave(self, request_id: str) -> Block:
+        """Leave the state of a request as the step before left it; it goes on with a copy.
+
+        There is a free one. Return what it leaves, which is held until the next step is planned.
+        """
+        assert self.copies.is_planning
+        left = self._of_request[request_id]
+        self._of_request[request_id] = self._begun(left)
+        self._gone_on.append(request_id)
+        self._free(left)
+        return left
+
+    def take_gone_on(self) -> list[str]:
+        """End the planning of a step; return the requests that go on with another state."""
+        gone_on, self._gone_on = self._gone_on, []
+        return gone_on
+
+    def adopt(self, request_id: str, state: Block) -> None:
+        """Let a request start in a state that another one has left, and that is held, for good."""
+        assert request_id not in self._of_request and self.copies.is_planning
         self._of_request[request_id] = state
+
+    def _begun(self, origin: StateOrigin | Block | None) -> Block:
+        (state,) = self.pool.get_new_blocks(1)
         if origin is not None:
-            assert origin.state is not None, "it ends somewhere"
-            self.copies.move(origin.state, state, 0)
-            self.use(origin)
+            self.starts.add(state, origin)
+        return state
 
     def pass_on(self, request_id: str, heir: str) -> None:
         """Let a request go on with the state of one that ends."""
@@ -137,7 +175,11 @@ class States:
         states = self.pool.get_new_blocks(1)
         self.share(encoding, states[0], step - 1)  # calls may begin with it in the very step
         self.pool.free_blocks(states)  # the encoding holds its own reference
-        self.tier.load(encoding, states)
+        self.tier.load(encoding, [(0, 0)], states)
+
+    def let_go(self, state: Block) -> None:
+        """Give back a reference on a state that was taken from the pool."""
+        self._free(state)
 
     def use(self, encoding: Encoding) -> None:
         """Mark the state of an encoding as most recently used."""
@@ -178,8 +220,8 @@ class States:
 
     def _free(self, state: Block) -> None:
         self.pool.free_blocks([state])
-        self.copies.on_freed([state])
+        self.copies.on_freed([state, *self.starts.on_freed([state])])
 
 
-def _state_of(encoding: Encoding) -> list[Block]:
-    return [encoding.state] if encoding.state is not None else []
+def _state_of(encoding: Encoding) -> list[list[Block]]:
+    return [[encoding.state] if encoding.state is not None else []]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import compress
 from typing import Any
 
 from vllm_choreo.store.encoding import Encoding
@@ -20,9 +22,11 @@ def stats(store: MessageStore, session: str | None = None) -> dict[str, Any]:
     return {
         **_counts(chosen, store.clock()),
         "num_copies": sum(e.is_copy for e in chosen),
-        "num_blocks": len({b.block_id for e in chosen for b in e.blocks}),
-        "num_blocks_all_sessions": len({b.block_id for e in held for b in e.blocks}),
+        "num_blocks": _num_blocks(chosen),
+        "num_blocks_all_sessions": _num_blocks(held),
         "num_evictions": store.totals["evicted_messages"],
+        "num_window_blocks": _num_window_blocks(store, chosen),
+        "windows": list(store.groups.windows),
         "block_size": store.block_size,
         "messages": [_describe(store, e) for e in chosen],
     }
@@ -39,9 +43,21 @@ def totals(store: MessageStore) -> dict[str, Any]:
     return {
         **_counts(everything, store.clock()),
         "num_sessions": len({e.message.session for e in everything}),
-        "num_blocks": len({b.block_id for e in store.residency.holding() for b in e.blocks}),
+        "num_blocks": _num_blocks(store.residency.holding()),
+        "num_window_blocks": _num_window_blocks(store, store.residency.holding()),
         **{f"{name}_total": count for name, count in store.totals.items()},
     }
+
+
+def _num_blocks(encodings: Iterable[Encoding]) -> int:
+    return len({block.block_id for e in encodings for block in e.held_blocks})
+
+
+def _num_window_blocks(store: MessageStore, encodings: Iterable[Encoding]) -> int:
+    """Blocks that groups with a sliding window hold."""
+    has_window = [window is not None for window in store.groups.windows]
+    held = (of_group for e in encodings for of_group in compress(e.blocks, has_window))
+    return len({block.block_id for of_group in held for block in of_group if not block.is_null})
 
 
 def _encodings(store: MessageStore, session: str | None) -> list[Encoding]:
@@ -74,14 +90,20 @@ def _describe(store: MessageStore, encoding: Encoding) -> dict[str, Any]:
         "parents": [parent.message.id for parent in encoding.parents],
         "num_readers": encoding.num_readers,
         "num_waiting": encoding.num_waiting,
+        "num_blocks_by_group": [
+            sum(not block.is_null for block in of_group) for of_group in encoding.blocks
+        ],
         "failure": encoding.message.failure,
         "blocks": [
             {
+                "group": group,
                 "block_id": block.block_id,
                 "ref_cnt": block.ref_cnt,
                 "num_valid_slots": min(size, encoding.num_encoded - i * size),
                 "position": encoding.stored_position + i * size,
             }
-            for i, block in enumerate(encoding.blocks)
+            for group, of_group in enumerate(encoding.blocks)
+            for i, block in enumerate(of_group)
+            if not block.is_null
         ],
     }

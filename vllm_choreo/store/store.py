@@ -20,6 +20,7 @@ from vllm_choreo.store.block_copies import Block, BlockPool, PlannedCopies
 from vllm_choreo.store.digest import encoding_digest
 from vllm_choreo.store.duplicates import Duplicates
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage, copies_of
+from vllm_choreo.store.groups import Blocks, CacheGroups
 from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.residency import Residency
@@ -43,8 +44,10 @@ class MessageStore:
         session_copies: how many copies of its messages a session may have; None: as many as it
             makes.
         states: states of layers without keys; None: the model has none.
+        windows: sliding window of each KV cache group, see `CacheGroups`.
 
     Attributes:
+        groups: the KV cache groups.
         tier: memory outside the KV cache for evicted encodings, or None.
         hidden: the hidden states that workers keep; None: they keep none.
         duplicates: encodings by their digests, from which others may start.
@@ -62,8 +65,10 @@ class MessageStore:
         clock: Callable[[], float] = time.monotonic,
         session_copies: SessionCopies | None = None,
         states: States | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
-        self.residency = Residency(pool, block_size, states)
+        self.groups = CacheGroups(block_size, windows)
+        self.residency = Residency(pool, self.groups, states)
         self.block_size = block_size
         self.engine = engine
         self.is_placed = is_placed
@@ -240,22 +245,27 @@ class MessageStore:
         def may_share(duplicate: Encoding) -> bool:
             is_own = duplicate.message.session == session
             is_allowed = not denied or (is_own and not duplicate.trace.holds_any(denied_ids))
-            return is_allowed and duplicate.stored_position == position
+            is_allowed &= duplicate.stored_position == position
+            num_shared = self._num_shared(encoding, duplicate)
+            return is_allowed and self.groups.can_go_on(duplicate.blocks, num_shared)
 
         if self.states is not None:
             self._share_whole(encoding, may_share)
         elif duplicate := self.duplicates.most_resident(encoding, may_share):
-            num_shared = min(duplicate.num_encoded, encoding.num_tokens - 1)
-            num_shared -= num_shared % self.block_size
-            self.hold(encoding, duplicate.blocks, num_shared)
+            self.hold(encoding, duplicate.blocks, self._num_shared(encoding, duplicate))
         self.duplicates.add(encoding)
+
+    def _num_shared(self, encoding: Encoding, duplicate: Encoding) -> int:
+        """Tokens that an encoding can start from: in full blocks, and not the last one."""
+        num_shared = min(duplicate.num_encoded, encoding.num_tokens - 1)
+        return num_shared - num_shared % self.block_size
 
     def _share_whole(self, encoding: Encoding, may_share: Callable[[Encoding], bool]) -> None:
         """Share all blocks, and the state, of an encoding of the same digest that has both."""
         assert self.states is not None
 
         def is_whole(duplicate: Encoding) -> bool:
-            has_all = duplicate.is_resident and self.can_begin_behind(duplicate)
+            has_all = duplicate.is_resident and self.can_begin_with([duplicate])
             return has_all and may_share(duplicate)
 
         duplicate = self.duplicates.most_resident(encoding, is_whole)
@@ -298,9 +308,13 @@ class MessageStore:
             tier.on_planned()
         return self.residency.block_copies.take()
 
-    def hold(self, encoding: Encoding, blocks: Sequence[Block], num_encoded: int) -> None:
+    def hold(self, encoding: Encoding, blocks: Blocks, num_encoded: int) -> None:
         """Make `blocks` an encoding's place in the step being planned, see `Residency.hold`."""
         self.residency.hold(encoding, blocks, num_encoded, self.step)
+
+    def fill(self, encoding: Encoding, blocks: Blocks) -> list[tuple[int, int]]:
+        """Close the gaps of an encoding in the step being planned, see `Residency.fill`."""
+        return self.residency.fill(encoding, blocks, self.step)
 
     def on_written(self, encoding: Encoding, run: TokenRange) -> None:
         """Note that the step being planned writes the last tokens of a run."""
@@ -311,26 +325,46 @@ class MessageStore:
         if self.states:
             self.states.hold(encoding, request_id, self.step)
 
-    def can_begin_behind(self, encoding: Encoding | None) -> bool:
-        """Return whether the step being planned can begin with the state that an encoding left.
+    def can_begin_with(self, encodings: Iterable[Encoding]) -> bool:
+        """Return whether the step being planned can begin with the states that encodings left.
 
-        It is copied before the step runs, so it was written in an earlier one.
+        They are read before the step runs, so they were written in earlier ones.
+        """
+        return self.states is None or all(
+            encoding.state is not None and encoding.state_step < self.step for encoding in encodings
+        )
+
+    def evict_state(self, needed: Collection[Encoding], into_host: bool = True) -> bool:
+        """Give up one state, see `States.victim`; return whether there was one.
 
         Args:
-            encoding: None: there is nothing behind which it begins.
+            into_host: whether host memory, if there is any, gets a copy before the next step.
         """
-        if self.states is None or encoding is None:
-            return True
-        return encoding.state is not None and encoding.state_step < self.step
-
-    def evict_state(self, needed: Collection[Encoding]) -> bool:
-        """Give up one state, see `States.victim`; return whether there was one."""
         assert self.states is not None
         victim = self.states.victim(needed, self.clock())
         if victim is not None:
             self.totals["evicted_states"] += 1
-            self.states.evict(victim, self.step)
+            if into_host:
+                self.states.evict(victim, self.step)
+            else:
+                self.states.drop(victim)
         return victim is not None
+
+    def free_a_state(self, needed: Iterable[Collection[Encoding]], is_alone: bool) -> bool:
+        """Give up states until one is free; return whether one is.
+
+        Args:
+            needed: encodings that keep theirs; then, in turn, those that keep them from a request
+                that runs alone.
+        """
+        assert self.states is not None
+        if self.states.num_free:
+            return True
+        kept = [*needed] if is_alone else [next(iter(needed))]
+        while not self.states.num_free:
+            if not any(self.evict_state(some) for some in kept):
+                return False
+        return True
 
     def is_settled(self, encoding: Encoding) -> bool:
         """Return whether all keys were written before the step that is being planned."""
@@ -359,7 +393,13 @@ class MessageStore:
         *,
         into_host: bool = True,
     ) -> bool:
-        """Evict the encoding that `choose_victim` chooses; return whether there was one."""
+        """Evict the encoding that `choose_victim` chooses; return whether there was one.
+
+        What encodings keep for no reader is given up first.
+        """
+        protected = [*protected]
+        if self.residency.trim_one(protected[0] if protected else ()):
+            return True
         victim = self.residency.victim(protected, waiting_too, self.clock())
         if victim is None:
             return False
@@ -372,14 +412,28 @@ class MessageStore:
             self.evict(encoding)
 
     def restore(self, encoding: Encoding, blocks: Sequence[Block]) -> None:
-        """Bring an encoding back from host memory into `blocks`, before the step being planned."""
+        """Bring an encoding back from host memory, before the step being planned.
+
+        Args:
+            blocks: a block for each of `HostTier.restorable`; they close the gaps of what is
+                resident.
+        """
         assert self.tier is not None and encoding.plan is not None
-        position, num_encoded = self.tier.place_of(encoding)
-        self.hold(encoding, blocks, num_encoded)
-        self.residency.move(encoding, position)
-        self.tier.load(encoding, blocks)
+        copy, places = self.tier.find(encoding), self.tier.restorable(encoding)
+        null_block = self.residency.pool.null_block
+        table = [[null_block] * len(of_group) for of_group in copy.blocks]
+        for (group, index), block in zip(places, blocks, strict=True):
+            table[group][index] = block
+        if encoding.is_resident:
+            self.fill(encoding, table)
+        else:
+            self.hold(encoding, table, copy.num_encoded)
+            self.residency.move(encoding, copy.stored_position)
+        # What nobody waits for is trimmed at once.
+        held = [(g, i) for g, i in places if not encoding.blocks[g][i].is_null]
+        self.tier.load(encoding, held, [encoding.blocks[g][i] for g, i in held])
         self.totals["restored_messages"] += 1
-        self.totals["restored_tokens"] += num_encoded
+        self.totals["restored_tokens"] += copy.num_encoded
 
     def restore_state(self, encoding: Encoding) -> None:
         """Bring a state back from host memory, for calls that begin in the step being planned."""
@@ -417,7 +471,8 @@ class MessageStore:
             LimitError: with these, pinned messages would take more than `max_blocks` blocks.
         """
         num_blocks = sum(
-            -(-message.own.num_tokens // self.block_size) for message in {*self.pinned(), *messages}
+            self.groups.num_kept_blocks(message.own.num_tokens)
+            for message in {*self.pinned(), *messages}
         )
         if num_blocks > max_blocks:
             raise LimitError(

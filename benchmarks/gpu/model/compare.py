@@ -50,7 +50,7 @@ def _lines(predicted: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> l
     of_workflow = [row for row in rows if row["workflow"] == predicted["workflow"]]
     if not of_workflow:
         return []
-    lines = []
+    lines: list[Line] = []
     for column, (scale, name) in FIGURES.items():
         found = scale * median([float(row[column]) for row in of_workflow])
         value, low, high = (float(predicted[f"{name}{end}"]) for end in ("", "_low", "_high"))

@@ -241,6 +241,8 @@ class Requests:
                 "<schema name='x'>" + '<module name="m">' * 40,
             ]
             return {"markup": lambda: rng.choice(made), "encode": lambda: rng.random() < 0.2}
+        if path.endswith("/prefetch"):
+            return {"module": lambda: rng.choice(("m", "a/b", "", "x" * 99))}
         if path.endswith("/prompts"):
             named = {"known": rng.choice(("known", other.marker))}
             return {"prompt": lambda: rng.choice(prompts), "messages": lambda: named}

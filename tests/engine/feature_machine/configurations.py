@@ -16,6 +16,9 @@ from vllm_choreo.testing.models.tiny import HYBRID_MODELS
 # Floats of a token in the tiny models, 3 layers of 2 heads, keys and values of 32 floats; with MLA
 # of one row of 576.
 _TOKEN_FLOATS, _LATENT_FLOATS = 3 * 2 * 64, 3 * 576
+# vLLM 0.32's kernel for rotary embeddings on CPU turns queries of LFM2's form, with a dim for
+# heads, by positions of other tokens: without the plugin, too, by up to 2.7 in log-probability.
+LFM2_OPTIONS = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 HIDDEN_ROW = 128 * 4  # bytes of a token in a layer
 
 # What engines may have, by the names of `Configuration.options`.
@@ -23,7 +26,7 @@ OPTIONS = (
     "adapters",  # LoRA
     "async",  # a step is planned before the one before it was sampled
     "chunks",  # steps of few tokens, and long prompts in parts
-    "drafter",  # a draft model, which drafts for ordinary requests alone
+    "drafter",  # a draft model
     "drafts",  # n-gram speculation
     "few",  # two requests run at a time
     "fp8",  # keys and values in 8 bits
@@ -54,6 +57,9 @@ class Configuration:
         begins_full: whether programs begin with repaired calls in a pool that is full of messages,
             some of which share blocks.
         kv_cache_dtype: vLLM's option, of "fp8".
+        num_groups: KV cache groups that the model's layers are; above 1, layers with windows have
+            blocks of their own.
+        composes: whether states are composed, of messages in any order.
     """
 
     name: str
@@ -64,6 +70,8 @@ class Configuration:
     model: str = "llama"
     begins_full: bool = False
     kv_cache_dtype: str = "auto"
+    num_groups: int = 1
+    composes: bool = False
 
     def __contains__(self, option: str) -> bool:
         return option in self.options
@@ -79,16 +87,27 @@ class Configuration:
     @property
     def block_bytes(self) -> int:
         num_bytes = 1 if "fp8" in self else 4
-        return num_bytes * self.block_size * (_LATENT_FLOATS if self.has_mla else _TOKEN_FLOATS)
+        of_token = _LATENT_FLOATS if self.has_mla else _TOKEN_FLOATS
+        return num_bytes * self.block_size * of_token // self.num_groups
 
     @property
     def max_model_len(self) -> int:
-        return self.block_size * (self.num_blocks - 1)
+        return self.block_size * self.num_whole_blocks
+
+    @property
+    def num_whole_blocks(self) -> int:
+        """Blocks that there are for each group, if each has as many."""
+        return (self.num_blocks - 1) // self.num_groups
 
     @property
     def has_states(self) -> bool:
-        """True if the model reads chains alone: then all calls are in exact mode."""
+        """True if the model keeps states in place of keys."""
         return self.model in HYBRID_MODELS
+
+    @property
+    def reads_chains(self) -> bool:
+        """True if the engine reads chains alone: then all calls are in exact mode."""
+        return self.has_states and not self.composes
 
     @property
     def speculates(self) -> bool:
@@ -113,9 +132,12 @@ class Configuration:
         if "in_place" in self:
             choreo["reposition"] = "in_place"
         if self.has_states:
-            choreo["tokens_per_state"] = 128
+            choreo["tokens_per_state"] = 32 if self.composes else 128
+            choreo["composed_states"] = self.composes
         if "share" in self:
             choreo["tenant_share"] = 0.3
+        if self.num_groups > 1:
+            choreo["window_groups"] = True
         options: dict[str, Any] = {
             "block_size": self.block_size,
             "num_gpu_blocks_override": self.num_blocks,
@@ -125,6 +147,8 @@ class Configuration:
             "additional_config": {"choreo": choreo},
             "kv_cache_dtype": self.kv_cache_dtype,
         }
+        if self.model == "lfm2":
+            options |= LFM2_OPTIONS
         if "adapters" in self:
             options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
         if "chunks" in self:
@@ -149,7 +173,11 @@ class Configuration:
         return options
 
 
-def _latent(name: str, options: str, num_blocks: int, **sizes: Any) -> Configuration:
+def _grouped(name: str, options: str, num_blocks: int, **sizes: Any) -> Configuration:
+    return Configuration(name, frozenset(options.split()), num_blocks, num_groups=3, **sizes)
+
+
+def _of_model(name: str, options: str, num_blocks: int, **sizes: Any) -> Configuration:
     return Configuration(name, frozenset(options.split()), num_blocks, **sizes)
 
 
@@ -174,10 +202,12 @@ CONFIGURATIONS = {
         _made("tight", "adapters drafts host hidden chunks", 13, host_blocks=4, hidden_rows=256),
         _made("crowd", "host share window hidden", 29, host_blocks=3),
         _made("twins", "host", 21, host_blocks=40, begins_full=True),
-        _latent("latent", "host hidden chunks priority", 41, host_blocks=12, model="deepseek_v3"),
-        _latent("moved", "in_place drafts share host few", 37, model="deepseek_v2"),
-        Configuration("states", frozenset({"host", "priority"}), 21, model="granite_hybrid"),
-        Configuration("chains", frozenset({"async", "chunks", "few"}), 17, model="granite_hybrid"),
+        _of_model("latent", "host hidden chunks priority", 41, host_blocks=12, model="deepseek_v3"),
+        _of_model("moved", "in_place drafts share host few", 37, model="deepseek_v2"),
+        _of_model("states", "host priority", 21, model="granite_hybrid"),
+        _of_model("chains", "async chunks few", 17, model="granite_hybrid"),
+        _of_model("composed", "host priority chunks", 21, model="granite_hybrid", composes=True),
+        _of_model("composed ahead", "async few in_place", 17, model="lfm2", composes=True),
         _made("drafter", "drafter offload adapters host hidden priority chunks", 19),
         _made("offload", "offload in_place share window few async", 19),
         _made("stored", "drafts offload host", 17),
@@ -195,6 +225,8 @@ CONFIGURATIONS = {
             17,
             kv_cache_dtype="fp8_e4m3",
         ),
+        _grouped("groups", "window share priority host hidden", 43, host_blocks=24, model="gemma3"),
+        _grouped("groups ahead", "window async chunks few offload hidden", 37, model="gpt_oss"),
     )
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.engine.feature_machine.configurations import CONFIGURATIONS, Configuration
@@ -114,6 +115,8 @@ class _Generator:
             (self._lost_layers, 2 if has("hidden") else 0),
             (self._load_over_evicted, 2 if has("host") else 0.3),
         ]
+        if self._configuration.has_states:
+            plain.append((self._shared_beginnings, 2))
         # A program has much of some, and nothing of others.
         return [(one, weight * rng.choice((0, 1, 1, 1, 4)) + 1e-6) for one, weight in plain]
 
@@ -164,10 +167,16 @@ class _Generator:
             reads = self._reads(session, generate > 0)
         text = text or self._text(40 if generate else 97)
         options = {**self._options(session, reads, generate), **options}
-        if self._configuration.has_states:
+        if self._configuration.reads_chains:
             options["exact"] = True
-        if options.get("exact"):
+        if options.get("exact") or self._configuration.reads_chains:
             options.pop("repair", None)
+        if self._configuration.composes and not options.get("exact"):
+            # No part of a message has a state, and a call needs those of all its parents.
+            reads = [replace(read, start=None, stop=None) for read in reads]
+            if "repair" in options:
+                options["repair"] = self._first_tokens(session, reads)
+        if options.get("exact"):
             reads = [Read(read.name, read.start, read.stop) for read in reads]
             options.pop("new_offset", None)
         call = Call(session, name, text, tuple(reads), generate=generate, **options)
@@ -242,6 +251,15 @@ class _Generator:
             return {"reweight": [rng.choice((0.7, 0.9, 1.2)), rng.choice((0.9, 1.0, 1.1))]}
         return tuple(self._runs(session, read) for read in reads)
 
+    def _first_tokens(self, session: str, reads: Sequence[Read]) -> Any:
+        """A rule for models with states, in which nothing else is repaired."""
+        rng = self._rng
+        if rng.random() < 0.5:
+            return rng.choice(("all", f"first:{rng.choice((1, 7, 32, 40))}"))
+        counts = [self._names[session].get(read.name, 1) for read in reads]
+        chosen = [rng.choice((0, rng.randint(1, max(count, 1)))) for count in counts]
+        return tuple(((0, count),) if count else () for count in chosen)
+
     def _runs(self, session: str, read: Read) -> tuple[tuple[int, int], ...]:
         """Runs of one parent; not behind its end, but for a few."""
         rng = self._rng
@@ -292,7 +310,7 @@ class _Generator:
 
     def _fill(self) -> None:
         """The pool is full."""
-        room = self._configuration.num_blocks - 1 - self._blocks_held()
+        room = self._configuration.num_whole_blocks - self._blocks_held()
         session, blocks = self._session(), max(2, min(room, 8))
         while blocks > 0:
             count = self._rng.choice((32, 64, 96, 90))
@@ -406,7 +424,7 @@ class _Generator:
 
     def _fill_but(self, num_blocks: int, session: str) -> list[str]:
         """Fill the pool one by one, but for so many blocks; the messages, two at least."""
-        room, names = self._configuration.num_blocks - 1 - num_blocks, []
+        room, names = self._configuration.num_whole_blocks - num_blocks, []
         while len(names) < 2 or self._blocks_held() < room:
             text = self._rng.randrange(_NUM_TEXTS), self._rng.choice((32, 33, 64, 64, 96, 128, 256))
             names.append(self._call(session, [], 0, text, exact=False, keep=()))
@@ -434,7 +452,6 @@ class _Generator:
                 self._add(Settle())
             chosen = rng.sample(names, rng.randint(1, min(3, len(names))))
             key, has_keys = rng.choice("xy"), rng.random() < 0.8
-            has_keys = has_keys and not self._configuration.has_states
             self._add(Save(session, key, tuple(chosen), has_keys, rng.choice((99, 99, 2, 4))))
             self._kept[key] = session, chosen
             if rng.random() < 0.4:
@@ -471,7 +488,7 @@ class _Generator:
                 self._call(session, [], 0, self._text(97, 40))
             self._add(Settle())
             chosen = rng.sample(list(self._names[session]), 1)
-            self._add(Save(session, "x", tuple(chosen), not self._configuration.has_states))
+            self._add(Save(session, "x", tuple(chosen), True))
             self._kept["x"] = session, chosen
             if rng.random() < 0.7:
                 self._forget(session, chosen)
@@ -541,6 +558,17 @@ class _Generator:
             self._steps(0, 1, 2)
             self._add(Abort(f"o{self._count}"))
 
+    def _shared_beginnings(self) -> None:
+        """Ordinary requests with one beginning, which find states that others have left."""
+        rng, number = self._rng, self._rng.randrange(_NUM_TEXTS)
+        for _ in range(rng.randint(2, 5)):
+            self._count += 1
+            length = rng.choice((33, 64, 65, 96, 97, 130, 170))
+            self._add(Ordinary(f"o{self._count}", (number, length), rng.choice((1, 3, 40))))
+            self._steps(0, 1, 2, 5)
+        if rng.random() < 0.3:
+            self._add(Abort(f"o{self._count}"))
+
     def _pins(self) -> None:
         session, rng = self._session(), self._rng
         if names := self._chosen(session):
@@ -599,6 +627,6 @@ class _Generator:
                         (3, 2),
                         (Read(name),),
                         generate=rng.choice((1, 2)),
-                        exact=self._configuration.has_states,
+                        exact=self._configuration.reads_chains,
                     )
                 )

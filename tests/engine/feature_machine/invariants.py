@@ -24,6 +24,11 @@ def check(scheduler: Any) -> None:
     store = scheduler.store
     encodings = _all_encodings(scheduler)
     _check_blocks(scheduler)
+    _check_groups(scheduler)
+    if store.groups.has_windows:
+        for call in scheduler.call_table.calls.values():
+            if call.is_scheduled:
+                _check_seen(scheduler, call)
     if store.states is not None:
         _check_states(scheduler)
     try:
@@ -103,9 +108,10 @@ def _check_blocks(scheduler: Any) -> None:
     manager = scheduler.kv_cache_manager
     pool, held = manager.block_pool, Counter[int]()
     for encoding in scheduler.store.residency.holding():
-        held.update(block.block_id for block in encoding.blocks)
-    for blocks in manager.coordinator.single_type_managers[0].req_to_blocks.values():
-        held.update(block.block_id for block in blocks)
+        held.update(_block_ids(encoding.held_blocks))
+    for of_group in manager.coordinator.single_type_managers:
+        for blocks in of_group.req_to_blocks.values():
+            held.update(_block_ids(blocks))
     for _, blocks in scheduler.deferred_frees:  # with a KV connector, until their step is over
         held.update(block.block_id for block in blocks)
     held.update(_block_ids(_queued(scheduler)))
@@ -116,6 +122,42 @@ def _check_blocks(scheduler: Any) -> None:
     num_free = sum(block.ref_cnt == 0 and not block.is_null for block in pool.blocks)
     if pool.get_num_free_blocks() != num_free:
         raise Broken("the free blocks are not those without references")
+
+
+def _check_groups(scheduler: Any) -> None:
+    """A block is of one KV cache group at a time; gaps are in those with windows alone."""
+    windows = scheduler.store.groups.windows
+    of_block: dict[int, set[int]] = {}
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    holding = scheduler.store.residency.holding()
+    tables = [blocks for encoding in holding for blocks in enumerate(encoding.blocks)]
+    tables += [(g, blocks) for g, m in enumerate(managers) for blocks in m.req_to_blocks.values()]
+    for group, blocks in tables:
+        if windows[group] is None and any(block.is_null for block in blocks):
+            raise Broken("a group without a window has gaps", blocks)
+        for block in blocks:
+            of_block.setdefault(block.block_id, set()).add(group)
+    shared = {block for block, groups in of_block.items() if block and len(groups) > 1}
+    if shared:
+        raise Broken("a block is of two groups", shared)
+
+
+def _check_seen(scheduler: Any, call: Any) -> None:
+    """The block tables of a running call have all that its next token sees, by its definition."""
+    plan, request, size = call.plan, call.request, scheduler.store.block_size
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    num_own = max(0, request.num_computed_tokens - request.num_in_flight_tokens - plan.base)
+    placed, slot = [], 0  # virtual index and position of each token that it may see
+    for span in plan.parents:
+        slot += span.start % size
+        placed += [(slot + n, span.offset + n) for n in range(span.num_tokens)]
+        slot = -(-(slot + span.num_tokens) // size) * size
+    placed += [(plan.base + n, plan.new_offset + n) for n in range(num_own)]
+    for window, manager in zip(scheduler.store.groups.windows, managers, strict=True):
+        table, position = manager.req_to_blocks[call.id], plan.new_offset + num_own
+        seen = [index for index, at in placed if window is None or position - at < window]
+        if any(table[index // size].is_null for index in seen):
+            raise Broken("a call has lost what it sees", call.encoding.message.id)
 
 
 def _check_states(scheduler: Any) -> None:
@@ -129,7 +171,8 @@ def _check_states(scheduler: Any) -> None:
         held[state.block_id] += 1
         if request_id not in scheduler.requests:
             raise Broken("a request that has ended holds a state", request_id)
-    held.update(source.block_id for source, _ in states.copies._moves.values())
+    held.update(source.block_id for source in states.starts.sources)
+    held.update(state.block_id for state in scheduler.snapshots._kept_states.values())
     held.update(source.block_id for source in states.copies._saves.values())
     if states.tier is not None:
         _check_host(states.tier, states.copies)
@@ -143,7 +186,7 @@ def _queued(scheduler: Any) -> Iterable[Any]:
     """Blocks that are held for what the next step does."""
     copies = scheduler.store.residency.block_copies
     yield from copies._saves.values()
-    yield from (source for source, _ in copies._moves.values())
+    yield from (source for source, *_ in copies._moves.values())
     yield from scheduler.patcher.stager._held
 
 

@@ -14,9 +14,10 @@ from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.ledger import Ledger, Made, is_exact
 from tests.engine.feature_machine.program import TENANTS, Ordinary
-from tests.engine.feature_machine.truth import TextTruth, Truth
+from tests.engine.feature_machine.truth import AnyTruth, StateTruth, Truth
 from tests.engine.fp8_witness import READ_TOLERANCE, Witness
 from tests.engine.oracle import Parent
+from vllm_choreo.engine.kv_cache import groups_of_layers
 from vllm_choreo.repair.rules import AllTokens, ByAttention, ByLayers, Reweighted, Seen
 
 # Keys and values in the pool against the oracle's; they are of size 1.
@@ -34,7 +35,7 @@ class Judge:
 
     def __init__(
         self,
-        truth: Truth | TextTruth,
+        truth: AnyTruth,
         ledger: Ledger,
         core: Any,
         counts: Counter[str],
@@ -157,9 +158,11 @@ class Judge:
         ]
         if made.call.exact:
             return truth.exact(adapter, listed)
-        assert isinstance(truth, Truth), "calls to others are exact"
         if rule is None or isinstance(rule, Reweighted):
             return listed
+        if isinstance(truth, StateTruth):
+            return truth.repaired(adapter, listed, self._runs(rule, made))
+        assert isinstance(truth, Truth), "others are not repaired"
         if isinstance(rule, ByLayers):
             if rule.ranges == ((0, truth.num_layers),):
                 return truth.repaired(adapter, listed, self._runs(AllTokens(), made))
@@ -203,21 +206,24 @@ class Judge:
                 own = message.own
                 if not own.is_resident:
                     continue
-                count, parts = own.num_tokens, (0, 2 * truth.num_layers)
-                blocks = [block.block_id for block in own.blocks]
-                data = np.frombuffer(runner.choreo_read_kv(blocks, parts, 0, count), np.float32)
-                self._check_content(made, torch.from_numpy(data.copy()), own.stored_position)
+                groups = groups_of_layers(self._core.scheduler.kv_cache_config)
+                for layer, name in enumerate(runner.runner.layers):
+                    self._check_content(made, own, layer, groups[name], runner)
 
-    def _check_content(self, made: Made, found: torch.Tensor, position: int) -> None:
-        """Compare keys and values, of one layer after the other, with those of the oracle."""
-        truth = self._truth
+    def _check_content(self, made: Made, own: Any, layer: int, group: int, runner: Any) -> None:
+        """Compare a layer's keys and values, where there is no gap, with those of the oracle."""
+        truth, size = self._truth, self._ledger.limits.block_size
         assert isinstance(truth, Truth)
-        for layer in range(truth.num_layers):
-            keys = truth.rotated_keys(made.encoded, layer, position)
-            for part, expected in ((0, keys), (1, made.encoded.values[layer])):
-                rows = expected.transpose(0, 1).flatten()
-                difference = float((found[: len(rows)] - rows).abs().max())
-                found = found[len(rows) :]
+        ids = [[block.block_id for block in of_group] for of_group in own.blocks]
+        is_there = torch.tensor([bool(ids[group][n // size]) for n in range(own.num_tokens)])
+        keys = truth.rotated_keys(made.encoded, layer, own.stored_position)
+        for part, expected in ((0, keys), (1, made.encoded.values[layer])):
+            parts = (2 * layer + part, 2 * layer + part + 1)
+            data = np.frombuffer(runner.choreo_read_kv(ids, parts, 0, own.num_tokens), np.float32)
+            rows = expected.transpose(0, 1).flatten(1)
+            found = torch.from_numpy(data.copy()).view(rows.shape)
+            if bool(is_there.any()):
+                difference = float((found - rows)[is_there].abs().max())
                 if not difference < CONTENT_TOLERANCE:
                     what = ("keys", "values")[part]
                     detail = f"{made.call!r}: {what} of layer {layer} by {difference:.1e}"

@@ -118,10 +118,13 @@ class Keepings:
             if self._host.num_closed(session) != num_closed:
                 raise ChoreoError("the session was closed", parameter="session")
 
+        def is_taken() -> bool:
+            existing = [self._ledger.find(session, made.call.name) for made in loaded]
+            return any(made and made.state != "failed" for made in existing)
+
         def admit(_: Sequence[Any]) -> None:
             check_open()
-            existing = [self._ledger.find(session, made.call.name) for made in loaded]
-            if any(made and made.state != "failed" for made in existing):
+            if is_taken():
                 must.add("NameTakenError")
 
         def names_of(_: str, ids: Sequence[str]) -> dict[str, str]:
@@ -138,6 +141,8 @@ class Keepings:
                 may.add("ChoreoError")
             if self._ledger.may_fill_hidden_memory():
                 may.add("LimitError")
+            if is_taken():  # by a call that came while this was under way
+                may.add("NameTakenError")
             if error is None and (must or not loaded):
                 raise Broken("a load is not refused", load)
             if error is not None and error not in must | may:

@@ -28,6 +28,7 @@ class Limits:
         row_bytes: of a token in a layer.
         min_run_tokens: that a repaired run needs.
         block_size: tokens of a block.
+        cuts_parents: whether a repaired parent is read in two, encoded once more for that.
     """
 
     num_blocks: int
@@ -36,6 +37,7 @@ class Limits:
     row_bytes: int
     min_run_tokens: int
     block_size: int
+    cuts_parents: bool = False
 
     def blocks_of(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
@@ -315,6 +317,14 @@ class Ledger:
                 errors.add("OffsetError")
         if any(offset + stop - start > limits.max_model_len for start, stop, offset in spans):
             made.must.add("OffsetError")
+        if limits.cuts_parents and made.rule is not None:
+            # Each takes a block more, so does the rest of each behind what its message read.
+            own = made.call.text[1] + max(rooms)
+            behind = [(p.spans, p.most_tokens + 1) for p, _ in made.parents]
+            for read, count in [(spans, own), *behind]:
+                blocks = sum(limits.blocks_of(stop) + 1 for _, stop, _ in read) + 1
+                if size * blocks + count > limits.max_model_len:
+                    made.may.add("TooLongError")
 
     def _check_repair(self, made: Made) -> None:
         rule, limits = made.rule, self.limits
@@ -408,6 +418,8 @@ class Ledger:
         for one in (made, *behind):
             if one.call.exact or one.call.repair is not None:
                 needed += sum(blocks_of(parent.most_tokens) for parent, _ in one.parents)
+                if self.limits.cuts_parents:
+                    needed += sum(blocks_of(parent.most_tokens) + 2 for parent, _ in one.parents)
                 needed += blocks_of(one.call.text[1])  # to look at them
         return needed
 

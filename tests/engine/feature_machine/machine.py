@@ -19,8 +19,9 @@ from tests.engine.feature_machine.configurations import (
 )
 from tests.engine.feature_machine.program import Operation
 from tests.engine.feature_machine.running import Run
-from tests.engine.feature_machine.truth import TextTruth, Truth
+from tests.engine.feature_machine.truth import AnyTruth, StateTruth, TextTruth, Truth
 from tests.engine.fp8_witness import Witness
+from tests.engine.state_oracle import StateOracle
 from tests.engine.text_oracle import TextOracle
 
 
@@ -38,7 +39,7 @@ class Machine:
 
     configuration: Configuration
     llm: Any
-    truth: Truth | TextTruth
+    truth: AnyTruth
     adapters: Sequence[Any] = ()
     counts: Counter[str] = field(default_factory=Counter)
     is_clean: bool = True
@@ -99,8 +100,10 @@ def start_machine(
     adapters = []
     for number in range(1, configuration.num_adapters + 1):
         adapters.append(Adapter(model_path, Path(tempfile.mkdtemp(dir=folder)), number))
-    truth: Truth | TextTruth
-    if configuration.has_states:
+    truth: AnyTruth
+    if configuration.composes:
+        truth = StateTruth(StateOracle(model_path))
+    elif configuration.has_states:
         truth = TextTruth(TextOracle(model_path))
     else:
         oracles = [oracle(model_path), *(adapter.oracle for adapter in adapters)]

@@ -34,7 +34,7 @@ from tests.engine.feature_machine.program import (
     Steps,
     Unpin,
 )
-from tests.engine.feature_machine.truth import TextTruth, Truth
+from tests.engine.feature_machine.truth import AnyTruth
 from tests.engine.fp8_witness import Witness
 from vllm_choreo.errors import ChoreoError
 
@@ -58,7 +58,7 @@ class Run:
         self,
         llm: Any,
         configuration: Configuration,
-        truth: Truth | TextTruth,
+        truth: AnyTruth,
         adapters: Sequence[Any],
         counts: Counter[str],
         witness: Witness | None = None,
@@ -71,12 +71,13 @@ class Run:
         self._counts = counts
         self._keeps_hidden = configuration.hidden_bytes > 0
         limits = Limits(
-            configuration.num_blocks - 1,
+            configuration.num_whole_blocks,
             configuration.max_model_len,
             configuration.hidden_bytes,
             HIDDEN_ROW,
             2 if configuration.speculates else 1,
             configuration.block_size,
+            cuts_parents=configuration.composes,
         )
         self._ledger = Ledger(limits)
         self._judge = Judge(truth, self._ledger, self._core, counts, witness)
@@ -189,8 +190,10 @@ class Run:
         made.is_aborted, made.state = True, "failed"
         if made.call.stop:
             self.operation("end", made.call.session, made.id, 0, request)
-        message = self._message_of(made)
-        # It may have been complete before its answer went out.
+        # It may have been complete before its answer went out. What has not got its name, for that
+        # was taken, is not what the engine has under it.
+        has_name = self._ledger.find(made.call.session, made.call.name) is made
+        message = self._message_of(made) if has_name else None
         if message is not None and not message.failure and made.tokens is not None:
             made.state = "made"
         made.error = "aborted"

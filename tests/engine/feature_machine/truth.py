@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from tests.engine.attention_oracle import AttentionOracle
 from tests.engine.layer_oracle import LayerOracle
 from tests.engine.oracle import Encoded, Oracle, Parent
+from tests.engine.state_oracle import StateEncoded, StateOracle
 from tests.engine.text_oracle import TextOracle
 from tests.engine.weighed_oracle import WeighedOracle
 from vllm_choreo.repair.runs import merge_ranges
@@ -180,6 +181,43 @@ class TextEncoded:
         return self.rows
 
 
+class StateTruth:
+    """What calls give whose model keeps states, and reads messages in any order."""
+
+    def __init__(self, oracle: StateOracle) -> None:
+        self._oracle = oracle
+        self.num_layers = oracle.num_layers
+
+    def clear(self) -> None:
+        """Between programs: there is nothing to forget."""
+
+    def encode(
+        self,
+        adapter: int,
+        tokens: Sequence[int],
+        parents: Sequence[Parent],
+        new_offset: int,
+        weights: Sequence[float] | None = None,
+    ) -> StateEncoded:
+        """A message that reads `parents` as they are, in this order."""
+        assert not adapter and weights is None
+        return self._oracle.encode(tokens, parents, new_offset)
+
+    def exact(self, adapter: int, parents: Sequence[Parent]) -> list[Parent]:
+        """The same tokens at the same places, encoded one behind the other."""
+        chain: list[Parent] = []
+        for parent in parents:
+            tokens = parent.message.token_ids[parent.start : parent.stop]
+            encoded = self.encode(adapter, tokens, chain, parent.offset)
+            chain.append(Parent(encoded, parent.offset, 0, len(tokens)))
+        return chain
+
+    def repaired(self, adapter: int, parents: Sequence[Parent], runs: TokenRanges) -> list[Parent]:
+        """With first tokens encoded anew; what they are of is read in two."""
+        assert not adapter
+        return self._oracle.repair(parents, runs)
+
+
 class TextTruth:
     """What calls give whose model reads chains: that of their text, by a dense pass."""
 
@@ -207,6 +245,9 @@ class TextTruth:
     def exact(self, adapter: int, parents: Sequence[Parent]) -> list[Parent]:
         """The same tokens: of parents nothing else counts."""
         return list(parents)
+
+
+AnyTruth: TypeAlias = Truth | TextTruth | StateTruth
 
 
 def _chosen(

@@ -48,11 +48,11 @@ def _run(table: CallTable, call: ScheduledCall) -> list[int]:
     """Resolve, schedule and end a prefill as the scheduler does; returns its block table."""
     assert table.resolve(call) and table.is_ready(call)
     pool = table.store.residency.pool
-    adopted = table.parent_blocks(call)
+    (adopted,) = table.blocks.of_parents(call)
     pool.touch(adopted)
     own = pool.get_new_blocks(-(-call.encoding.num_tokens // SIZE))  # type: ignore[attr-defined]
     blocks = [*adopted, *own]
-    table.on_scheduled(call, blocks, call.plan.base + call.encoding.num_tokens)  # type: ignore[union-attr]
+    table.on_scheduled(call, [blocks], call.plan.base + call.encoding.num_tokens)  # type: ignore[union-attr]
     pool.free_blocks(reversed(blocks))
     table.close(call, None)
     return [block.block_id for block in blocks]
@@ -71,7 +71,9 @@ def test_block_tables_begin_with_the_parents_own_blocks(table: CallTable) -> Non
         *(105, 105, 105, 105),
         *(100, 101, 102, 103, 104),
     ]
-    references = {b.block_id: b.ref_cnt for m in table.store.residency.holding() for b in m.blocks}
+    references = {
+        b.block_id: b.ref_cnt for m in table.store.residency.holding() for b in m.held_blocks
+    }
     assert references == dict.fromkeys(range(1, 6), 1)
     for message in table.store.messages("s"):
         table.store.free(message)

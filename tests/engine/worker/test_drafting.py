@@ -1,52 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter with layers sees of calls: short texts of their own in the null block."""
+"""What a drafter with layers reads of calls: the spans that the model reads, pass by pass."""
 
 from __future__ import annotations
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_choreo.engine.worker.drafting import CallsAlone
+from vllm_choreo.engine.step import RequestSpans
+from vllm_choreo.engine.worker.drafting import DrafterSpans
+from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher
+
+_KIND = LayerKind(None, LayerShape(2, 1, 8, torch.float32))
+# Behind a parent of six tokens, in two blocks of four; its own begin at 8, and are seen at 20.
+_CALL = RequestSpans((0,), (6,), (0,), (3,), base=8, shift=12)
 
 
-def _metadata() -> CommonAttentionMetadata:
-    """An ordinary request that decodes, a call with three tokens, another with one."""
-    starts = torch.tensor([0, 2, 5, 6], dtype=torch.int32)
-    seq_lens = torch.tensor([40, 99, 70], dtype=torch.int32)
+def _pass(lengths: list[int], seq_lens: list[int]) -> CommonAttentionMetadata:
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
     return CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
-        seq_lens=seq_lens,
-        seq_lens_cpu_upper_bound=seq_lens.clone(),
-        num_reqs=3,
-        num_actual_tokens=6,
-        max_query_len=3,
-        max_seq_len=99,
-        block_table_tensor=torch.tensor([[5, 6, 0], [7, 8, 9], [7, 4, 3]], dtype=torch.int32),
-        slot_mapping=torch.tensor([198, 199, 291, 292, 293, 100]),
+        seq_lens=lens,
+        seq_lens_cpu_upper_bound=lens + 9,  # vLLM's bound, where the lengths are known
+        num_reqs=len(lengths),
+        num_actual_tokens=sum(lengths),
+        max_query_len=max(lengths),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=torch.tensor([[5, 6, 0, 0], [7, 4, 9, 3]], dtype=torch.int32),
+        slot_mapping=torch.arange(sum(lengths)),
     )
 
 
-def test_calls_lie_nowhere_and_ordinary_requests_where_they_did() -> None:
-    given = _metadata()
-    alone = CallsAlone.of(given, [False, True, True], 2)
-    seen = alone.metadata
-    assert seen.seq_lens.tolist() == seen.seq_lens_cpu_upper_bound.tolist() == [40, 3, 1]
-    assert seen.max_seq_len == 40
-    assert seen.block_table_tensor.tolist() == [[5, 6, 0], [0, 0, 0], [0, 0, 0]]
-    assert seen.slot_mapping.tolist() == [198, 199, 0, 1, 0, 0]  # of blocks of 2
-    assert seen.compute_num_computed_tokens().tolist() == [38, 0, 0]
-    for name in ("seq_lens", "block_table_tensor", "slot_mapping", "max_seq_len"):
-        assert torch.equal(
-            torch.as_tensor(getattr(given, name)), torch.as_tensor(getattr(_metadata(), name))
-        )
+def _spans() -> tuple[SpanBatcher, DrafterSpans]:
+    first, following = (SpanBatcher(4, [_KIND], shared_reading=False) for _ in range(2))
+    spans = DrafterSpans(first, following)
+    spans.update({"call": _CALL}, iter(()), {"call": ((7, 4, 9),)})
+    spans.request_ids = ["text", "call"]
+    return first, spans
 
 
-def test_calls_stand_at_their_indices() -> None:
-    alone = CallsAlone.of(_metadata(), [False, True, True], 2)
-    positions = torch.tensor([38, 39, 900, 901, 902, 69])
-    assert alone.place(positions, 6).tolist() == [38, 39, 0, 1, 2, 0]
-    chosen = torch.tensor([1, 4, 5])
-    assert alone.place(positions[chosen], chosen).tolist() == [39, 2, 0]
-    rows = positions.expand(3, -1)  # M-RoPE
-    assert alone.place(rows, 6).tolist() == [[38, 39, 0, 1, 2, 0]] * 3
+def test_every_pass_reads_the_parents_and_what_was_drafted_before() -> None:
+    layers, spans = _spans()
+    # Three tokens of the call and the one that was sampled, then one draft behind the other.
+    for number, (lengths, seq_lens) in enumerate([([2, 4], [7, 12]), ([1, 1], [8, 13])]):
+        spans.lay_out(_pass(lengths, seq_lens), num_added=1, is_first=number == 0)
+        assert layers.running is not None
+        batch = layers.running[0].spans
+        assert batch.query_start_loc.tolist() == [0, lengths[0], sum(lengths)]
+        assert batch.span_start_loc.tolist() == [0, 1, 3]
+        assert batch.num_tokens.tolist() == [seq_lens[0], 6, seq_lens[1] - 8]
+        assert batch.position_delta.tolist() == [0, 3, 0]
+        assert spans.shifts is not None
+        assert spans.shifts.tolist() == [0] * lengths[0] + [12] * lengths[1]
+
+
+def test_nothing_is_left_of_a_step() -> None:
+    layers, spans = _spans()
+    spans.lay_out(_pass([2, 4], [7, 12]), num_added=1, is_first=True)
+    spans.end()
+    assert layers.running is None and spans.shifts is None
+    spans.update({}, ["call"], {})
+    spans.lay_out(_pass([2, 4], [7, 12]), num_added=1, is_first=True)
+    assert layers.running is None, "no request of the batch is a call"

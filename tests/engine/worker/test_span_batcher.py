@@ -137,21 +137,27 @@ def test_layers_of_two_groups_read_other_spans_in_one_step():
     spans = RequestSpans((0, 16), (9, 14), (0, 0), (2, 3), base=48, other_groups={7: repaired})
     batcher = SpanBatcher(16, kinds)
     batcher.update({"a": spans, "b": RequestSpans((0,), (9,), (0,), (0,), base=16)}, [])
-    table = ints([[3, 5, 8, 9], [3, 11, 0, 0]])
+    table, other = ints([[3, 5, 8, 9], [3, 11, 0, 0]]), ints([[0, 6, 7, 2], [4, 1, 0, 0]])
     for grown in (1, 2):
-        batch = StepBatch(["a", "b"], ints([0, 1, 2]), ints([48 + grown, 16 + grown]), table)
+        batch = StepBatch(
+            ["a", "b"],
+            ints([0, 1, 2]),
+            ints([48 + grown, 16 + grown]),
+            table,
+            other_tables={7: other},
+        )
         plans = batcher.batch(batch)
         assert plans[0].spans is plans[1].spans, "layers that read alike share what is laid out"
-        for plan, found, deltas in (
-            (plans[0], [(0, 9), (16, 14)], [2, 3, 0, 0, 0]),
-            (plans[2], [(16, 11)], [5, 0, 0, 0]),
+        for plan, blocks, found, deltas in (
+            (plans[0], table, [(0, 9), (16, 14)], [2, 3, 0, 0, 0]),
+            (plans[2], other, [(16, 11)], [5, 0, 0, 0]),
         ):
             first = ints([*(f for f, _ in found), 48, 0, 16])
             sizes = ints([*(n for _, n in found), grown, 9, grown])
             stored = ints([0] * len(found) + [48, 0, 16])
             starts = ints([0, len(found) + 1, len(found) + 3])
             expected = SpanBatch(
-                ints([0, 1, 2]), table, starts, first, sizes, stored, ints(deltas), 16
+                ints([0, 1, 2]), blocks, starts, first, sizes, stored, ints(deltas), 16
             )
             alone = SpanPlan(expected, rotation.cos_sin(ints(deltas)))
             torch.testing.assert_close(attend(plan, rotation), attend(alone, rotation))

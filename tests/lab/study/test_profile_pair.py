@@ -28,6 +28,7 @@ from vllm_choreo.lab.study.bench import judge
 from vllm_choreo.lab.study.profile_pair import command as arguments
 from vllm_choreo.lab.study.profile_pair.cell_arms import AdapterPair
 from vllm_choreo.lab.study.profile_pair.profiling import PLAIN, Profiling, search
+from vllm_choreo.lab.study.profile_pair.results import inputs_table
 from vllm_choreo.lab.study.sets import HeldOutSet
 from vllm_choreo.repair.pair import PairProfile
 from vllm_choreo.trained_adapter import ModelIdentity, adapter_weights
@@ -166,6 +167,12 @@ def test_a_session_reads_by_its_profile(llm: Any, adapters: list[Adapter], profi
     assert profile.num_layers == NUM_LAYERS and profile.num_read > 0
     assert len(made["layer_map"]["gains"]) == NUM_LAYERS
     assert [one["name"] for one in made["sets"]][1].endswith("kept back")
+    for one in made["sets"]:
+        cells = {json.dumps(cell["layers"]): cell for cell in one["inputs"]}
+        plain, own = cells["[]"], cells[json.dumps([[0, NUM_LAYERS]])]
+        assert len(plain["kl"]) == one["rows"][0]["problems"] and min(plain["kl"]) > 0
+        assert set(plain["closed"]) == {0.0} and min(own["closed"]) > 0.99
+    assert "third quartile" in inputs_table(made["sets"])
     page = (profiled / "index.html").read_text()
     assert page.count("<rect") == NUM_LAYERS * (NUM_LAYERS + 1) / 2
     assert "http" not in page.replace("http-equiv", "")

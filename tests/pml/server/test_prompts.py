@@ -266,6 +266,27 @@ def test_the_clients_do_it_all(server: Server, c: ChoreoClient) -> None:
     asyncio.run(run())
 
 
+def test_clients_prefetch_unions_of_their_own_session(server: Server, c: ChoreoClient) -> None:
+    ends = '<union><module name="a">One.</module><module name="b">Two.</module></union>'
+    ServerPrompts(c).register(SCHEMA.replace("</user>", f"{ends}</user>"))
+    assert ServerPrompts(c).prefetch("cellar", "a") == 2
+    taken = ServerPrompts(c).decode(
+        '<prompt schema="cellar"><b/><user>So?</user></prompt>', sampling_params=GREEDY
+    )
+    assert taken.usage.module_tokens > 0
+
+    async def run() -> tuple[int, int]:
+        async with AsyncChoreoClient(server.base_url, KEYS[0]) as client:
+            prompts = AsyncServerPrompts(client)
+            return await prompts.prefetch("cellar", "b"), await prompts.prefetch("cellar", "a")
+
+    assert asyncio.run(run()) == (2, 0), "messages are a session's"
+    with pytest.raises(PmlError, match="in no union"):
+        ServerPrompts(c).prefetch("cellar", "shelves")
+    with pytest.raises(UnknownSchemaError):
+        ServerPrompts(c).prefetch("nothing", "a")
+
+
 def test_what_a_tenant_frees_is_encoded_again(c: ChoreoClient) -> None:
     ServerPrompts(c).register(SCHEMA)
     first = ServerPrompts(c).decode(PLAIN, sampling_params=GREEDY)

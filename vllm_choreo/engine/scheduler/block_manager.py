@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -12,7 +12,8 @@ from vllm.v1.request import Request
 
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
-from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+from vllm_choreo.engine.scheduler.prefix_states import PrefixStates
+from vllm_choreo.store.groups import Blocks
 
 
 class ChoreoKVCacheManager(KVCacheManager):
@@ -20,6 +21,7 @@ class ChoreoKVCacheManager(KVCacheManager):
 
     call_table: CallTable
     mover: KeyMover | None  # None: queries are rotated, keys never move
+    prefix_states: PrefixStates | None = None  # None: the model has no states
     drop_idle: Callable[[], None]  # drops all messages' keys and values that nobody reads
     runs_alone: Callable[[Request], bool]  # whether no other request runs
 
@@ -29,15 +31,26 @@ class ChoreoKVCacheManager(KVCacheManager):
         # From vLLM 0.33 on a bound may follow, for engines that hand out hidden states.
         call = self.call_table.calls.get(request.request_id)
         if call is None:
-            # vLLM's prefix cache has keys and values; where there are states it lacks those.
-            request.skip_reading_prefix_cache |= self.call_table.store.states is not None
-            return super().get_computed_blocks(request, *args, **kwargs)
+            found = super().get_computed_blocks(request, *args, **kwargs)
+            return self._up_to_a_state(request, *found) if self.prefix_states else found
         if call.run is not None:  # its slots exist; it adopts all blocks when it is scheduled
-            return self.empty_kv_cache_blocks, self.call_table.run_blocks(call)[1], 0
+            return self.empty_kv_cache_blocks, self.call_table.blocks.of_run(call)[1], 0
         self.call_table.share_duplicate(call)
-        blocks = self.mover.place(call) if self.mover else self.call_table.parent_blocks(call)
-        blocks = blocks + self.call_table.own_blocks(call)
-        return self.create_kv_cache_blocks((blocks,)), len(blocks) * self.call_table.block_size, 0
+        read = [self.mover.place(call)] if self.mover else self.call_table.blocks.of_parents(call)
+        own = self.call_table.blocks.of_itself(call)
+        blocks = tuple([*parents, *rest] for parents, rest in zip(read, own, strict=True))
+        num_tokens = len(blocks[0]) * self.call_table.block_size
+        return self.create_kv_cache_blocks(blocks), num_tokens, 0
+
+    def _up_to_a_state(
+        self, request: Request, blocks: KVCacheBlocks, num_tokens: int, shared: int
+    ) -> tuple[KVCacheBlocks, int, int]:
+        """Cut a hit of the prefix cache to where a state lies; what is beyond is shared, too."""
+        assert self.prefix_states is not None
+        num_usable = self.prefix_states.longest(request, num_tokens)
+        if num_usable == num_tokens:
+            return blocks, num_tokens, shared
+        return self.truncate_computed_blocks(blocks, num_usable), num_usable, num_tokens
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
@@ -53,10 +66,12 @@ class ChoreoKVCacheManager(KVCacheManager):
         is_alone = not kwargs["has_scheduled_reqs"] if is_waiting else self.runs_alone(request)
         states = self.call_table.store.states
         is_stateless = states is not None and states.find(request.request_id) is None
-        if is_stateless and not self._start_state(request, call, is_alone):
+        if is_stateless and not self._start_state(request, num_new_computed_tokens, is_alone):
             return None
+        if self.prefix_states and call is None and not is_stateless:
+            self.prefix_states.leave(request)
         if starting and starting.run is not None:
-            self.inherit(request, self.call_table.run_blocks(starting)[0])
+            self.inherit(request, self.call_table.blocks.of_run(starting)[0])
         while True:
             blocks = super().allocate_slots(
                 request, num_new_tokens, num_new_computed_tokens, **kwargs
@@ -66,6 +81,8 @@ class ChoreoKVCacheManager(KVCacheManager):
             if starting and self.mover and (read := self.mover.withdraw_copies(starting)):
                 own = kwargs["new_computed_blocks"].blocks[0][len(read) :]
                 kwargs["new_computed_blocks"] = self.create_kv_cache_blocks(([*read, *own],))
+            elif call is not None and self.call_table.blocks.give_up_gaps(call):
+                continue
             elif not self.call_table.store.evict_one(call.needed() if call else (), is_alone):
                 break
         if blocks is None and starting and starting.run is not None:
@@ -76,21 +93,23 @@ class ChoreoKVCacheManager(KVCacheManager):
             if self.mover and starting and starting.run is None:
                 self.mover.commit(call)
             up_to = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
-            self.call_table.on_scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
+            self.call_table.on_scheduled(call, self.get_blocks(request.request_id).blocks, up_to)
         return blocks
 
-    def _start_state(self, request: Request, call: ScheduledCall | None, is_alone: bool) -> bool:
-        """Give a request that starts a state; False: there is no room."""
-        store = self.call_table.store
-        assert store.states is not None
-        origin = self.call_table.origin(call) if call is not None else None
-        while not store.states.num_free:
-            its_own = set() if origin is None else {origin}
-            is_freed = store.evict_state(self.call_table.origins() | its_own)
-            if not is_freed and not (is_alone and store.evict_state(its_own)):
-                return False
-        store.states.start(request.request_id, origin)
-        return True
+    def _start_state(self, request: Request, num_computed_tokens: int, is_alone: bool) -> bool:
+        """Give a request that starts a state; False: there is no room, or soon a better one."""
+        store, call = self.call_table.store, self.call_table.calls.get(request.request_id)
+        assert store.states is not None and self.prefix_states is not None
+        if call is None and self.prefix_states.is_coming(request, num_computed_tokens):
+            return False
+        found = None if call else self.prefix_states.take(request, num_computed_tokens)
+        has_room = store.free_a_state(self.call_table.needed_states(call), is_alone)
+        if found is not None:
+            self.prefix_states.start(request, found, has_room)
+        elif has_room:
+            origin = self.call_table.origin(call) if call is not None else None
+            store.states.start(request.request_id, origin)
+        return has_room or found is not None
 
     def free(self, request: Request) -> None:
         """Extend vLLM's method: the request's state is free, too, unless a message holds it."""
@@ -106,15 +125,19 @@ class ChoreoKVCacheManager(KVCacheManager):
         if self.call_table.store.states:
             self.call_table.store.states.release(request.request_id)
 
-    def inherit(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give a request, which has none, these blocks, the last one partly filled, uncopied."""
-        self.block_pool.touch(blocks)
-        self.coordinator.single_type_managers[0].req_to_blocks[request.request_id] = list(blocks)
+    def inherit(self, request: Request, blocks: Blocks) -> None:
+        """Give a request, which has none, these blocks, the last ones partly filled, uncopied."""
+        for manager, of_group in zip(self.coordinator.single_type_managers, blocks, strict=True):
+            self.block_pool.touch(of_group)
+            manager.req_to_blocks[request.request_id] = list(of_group)
 
     def reset_prefix_cache(self) -> bool:
         """Extend vLLM's method, which needs an empty pool: drop idle messages' blocks first."""
         self.drop_idle()
-        return super().reset_prefix_cache()
+        is_reset = super().reset_prefix_cache()
+        if is_reset and self.prefix_states:
+            self.prefix_states.clear()
+        return is_reset
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Extend vLLM's method: keys and values of calls never enter the prefix cache."""

@@ -20,6 +20,7 @@ from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import ChoreoError, LimitError
 from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.groups import indices_of
 
 
 class BlockReserver:
@@ -125,14 +126,16 @@ class BlockReserver:
         if is_first:
             self._call_table.adopt_encoders(call)
         for wanted in self._lacks(call):
-            encoding = self._lacking(wanted)
-            if wanted is self._call_table.origin(call) and wanted.state is None:
+            if wanted.state is None and wanted in self._call_table.begins_with(call):
                 restored = self._restore_whole(wanted, call, most - taken)
                 if restored is None:
                     continue  # a call that runs has to end first
             else:
                 restored = self._restore(wanted, call, most - taken)
-            if not restored and encoding is not wanted and not encoding.is_resident:
+            if not restored and not self._give_up_patch(wanted, call):
+                continue
+            encoding = wanted if restored else self._lacking(wanted)
+            if encoding is not wanted:
                 restored = self._restore(encoding, call, most - taken)
             if restored:
                 taken += restored
@@ -185,7 +188,8 @@ class BlockReserver:
         assert encoding.adapter is not None
         error = adapter_replaced_error(encoding.adapter, encoding.message.id)
         for call in self._call_table.readers_of(encoding):
-            if not call.is_internal:
+            # One that is ready sees the end of it alone, and has that.
+            if not call.is_internal and not self._call_table.is_ready(call):
                 self._refusals.refuse(call.id, error)
 
     def end_unneeded(self) -> None:
@@ -210,15 +214,22 @@ class BlockReserver:
                 late.add(wanted)
 
     def _restore(self, encoding: Encoding, reader: ScheduledCall, most: int) -> int:
-        """Bring an encoding back from host memory, if it lies there and there is room for it.
+        """Bring an encoding back from host memory, if there is room for it.
+
+        It is left there if what the reader sees of it is not, or while a request encodes it.
 
         Returns:
             Number of blocks that it takes, `most` or fewer; 0: it is not brought back.
         """
-        tier = self._store.tier
-        if tier is None or encoding not in tier:
+        tier, blocks_of = self._store.tier, self._call_table.blocks
+        if tier is None or encoding.encoders:
             return 0
-        need = tier.num_blocks_of(encoding)
+        seen = [wanted for parent, wanted in blocks_of.wanted(reader) if parent is encoding]
+        if encoding.is_kept_whole and self._store.groups.has_windows:
+            seen.append(self._store.groups.whole(encoding.num_tokens))
+        if not all(tier.completes(encoding, wanted) for wanted in (None, *seen)):
+            return 0
+        need = len(tier.restorable(encoding))
         if need > most:
             return 0
         tier.protect(encoding)  # what makes room for it is saved there
@@ -226,6 +237,7 @@ class BlockReserver:
             if not self._store.evict_one(reader.needed(), waiting_too=False):
                 return 0
         blocks = self._pool.get_new_blocks(need)
+        encoding.is_kept_whole |= blocks_of.sees_more(reader, encoding)
         self._store.restore(encoding, blocks)
         self.has_begun = True
         self._pool.free_blocks(blocks)  # the store holds its own references
@@ -244,10 +256,9 @@ class BlockReserver:
         if not encoding.is_resident and (tier is None or encoding not in tier):
             return 0
         states.tier.protect(encoding)
-        while not states.num_free:
-            is_freed = self._store.evict_state(self._call_table.origins())
-            if not is_freed and not (not self._running() and self._store.evict_state(())):
-                return None
+        needed = self._call_table.needed_states(reader)
+        if not self._store.free_a_state(needed, not self._running()):
+            return None
         need = 0
         if not encoding.is_resident and not (need := self._restore(encoding, reader, most)):
             return 0
@@ -255,13 +266,42 @@ class BlockReserver:
         self.has_begun = True
         return max(1, need)
 
-    def _lacking(self, encoding: Encoding) -> Encoding:
-        """Encoding that has to be there first: a patch's source, if it is not, or itself."""
+    def _give_up_patch(self, encoding: Encoding, reader: ScheduledCall) -> bool:
+        """Drop a patch with gaps in what a call sees: it is made again, of more of its source.
+
+        Returns:
+            Whether it can be made now; no if others read it. True of what is no patch.
+        """
         if encoding.patch is None:
+            return True
+        if encoding.num_readers:
+            return False
+        sees_more = self._call_table.blocks.sees_more(reader, encoding)
+        if encoding.is_resident:
+            self._store.evict(encoding, into_host=False)
+        encoding.is_kept_whole |= sees_more
+        return True
+
+    def _lacking(self, encoding: Encoding) -> Encoding:
+        """Encoding that has to be there first: a patch's source, or what a patch by layers reads.
+
+        If it is there, the encoding itself. What lacks a part is kept whole from now on.
+        """
+        patch, groups = encoding.patch, self._store.groups
+        if patch is None:
             return encoding
-        source = encoding.patch.source
-        is_there = source.is_resident and not self._lacks_hidden(source)
-        return encoding if is_there else source
+        source = patch.source
+        there = indices_of(source.blocks) if source.is_resident else groups.held(source.num_tokens)
+        is_served = self._patcher.is_served_by(encoding, there)
+        source.is_kept_whole |= not is_served
+        if not (is_served and source.is_resident) or self._lacks_hidden(source):
+            return source
+        if patch.layers is not None and groups.has_windows:
+            for parent, seen in self._call_table.blocks.wanted_by_patch(encoding):
+                if parent.is_resident and not parent.has(seen):
+                    parent.is_kept_whole = True
+                    return self._lacking(parent)
+        return encoding
 
     def _lacks_hidden(self, encoding: Encoding) -> bool:
         """Return whether a patch that is waited for begins with hidden states that are not held."""
@@ -294,7 +334,7 @@ class BlockReserver:
         """Number of blocks that encoding it takes."""
         if encoding.patch:
             return self._patcher.num_blocks(encoding)
-        return -(-encoding.num_tokens // self._store.block_size)
+        return self._store.groups.num_blocks(encoding.num_tokens)
 
     def _num_blocks_ahead(self, request: Request) -> int:
         """Number of blocks that a request takes for tokens that it has not computed yet."""
@@ -303,9 +343,9 @@ class BlockReserver:
             return 0  # its slots exist
         if call is not None and call.plan is not None:
             num_there = call.plan.base
-        size, num_there = self._store.block_size, max(num_there, request.num_computed_tokens)
+        groups, num_there = self._store.groups, max(num_there, request.num_computed_tokens)
         num_tokens = request.num_tokens_with_spec + request.num_output_placeholders
-        return -(-num_tokens // size) - -(-num_there // size)
+        return groups.num_blocks(num_tokens) - groups.num_blocks(num_there)
 
     def _free_blocks(self) -> int:
         """Number of blocks that are free, or idle and so evictable, less those promised.
@@ -321,26 +361,41 @@ class BlockReserver:
         self, encoding: Encoding, serves: ScheduledCall, is_first: bool
     ) -> list[ScheduledCall]:
         """Queue requests that encode a missing encoding, right before the call they serve."""
-        if encoding.encoders:
+        if encoding.encoders or not self._can_begin(encoding):
             return []
+        is_whole = encoding.is_kept_whole or self._call_table.blocks.sees_more(serves, encoding)
+        is_for_more = self._store.states or self._store.groups.has_windows
+        if is_for_more and encoding.is_resident and not encoding.num_readers:
+            # It is encoded again for its state, or its gaps: its keys and values come with that.
+            self._store.evict(encoding, into_host=False)
+        encoding.is_kept_whole = is_whole
         if encoding.patch and not self._place(encoding, serves, is_first):
             return []
         if self._lacks_hidden(encoding) and not self._capture_again(encoding, serves):
             return []
-        if self._store.states and encoding.is_resident and not encoding.num_readers:
-            # It is encoded again for its state: its keys and values come with that.
-            self._store.evict(encoding, into_host=False)
+        encoding.is_kept_whole = is_whole
         self.has_begun = True
         self._count_served(serves, is_first)
         if encoding.patch:
             return [] if encoding.patch.layers else self._write_runs(encoding, serves)
         self._store.totals["encoded_again_messages"] += 1
-        num_there = 0 if self._store.states else encoding.num_encoded
+        num_there = 0 if self._store.states or encoding.is_resident else encoding.num_encoded
         self._store.totals["encoded_again_tokens"] += encoding.num_tokens - num_there
         request = self._internal.make(encoding, serves.request)
         call = self._call_table.open_encode(request, encoding, serves)
         self._enqueue(request, serves.request)
         return [call]
+
+    def _can_begin(self, encoding: Encoding) -> bool:
+        """Return whether an encoding can be made while others read what there is of it.
+
+        Its gaps can be closed then by blocks of its own request, whose keys are rotated to where
+        that stands. What was loaded may be stored elsewhere, and a patch is no request: these wait.
+        """
+        if not encoding.num_readers:
+            return True
+        assert encoding.plan is not None
+        return not encoding.patch and encoding.stored_position == encoding.plan.own_position
 
     def _count_served(self, call: ScheduledCall, is_first: bool) -> None:
         """Count what is begun for a call, and refuse it if that runs in circles."""

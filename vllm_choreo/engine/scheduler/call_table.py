@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from vllm.v1.request import Request
 
+from vllm_choreo.engine.scheduler.call_blocks import CallBlocks
 from vllm_choreo.engine.scheduler.parking import Parking
 from vllm_choreo.engine.scheduler.planning import plan_call, watching_of, write_virtual_sequence
 from vllm_choreo.engine.scheduler.report import report_of
@@ -24,11 +25,11 @@ from vllm_choreo.engine.step import HiddenCapture, RequestSpans, request_spans
 from vllm_choreo.errors import CyclicParentsError, ParentFailedError, RepairError
 from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.params import ChoreoParams
-from vllm_choreo.semantics.positions import ParentPlan
 from vllm_choreo.semantics.provenance import trace_of
-from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Adapter, Encoding
+from vllm_choreo.store.groups import Blocks
 from vllm_choreo.store.hidden import check_memory
+from vllm_choreo.store.state_starts import StateOrigin
 from vllm_choreo.store.store import MessageStore
 
 # Contention may make a call lose what was encoded again for it, but not this often.
@@ -43,6 +44,7 @@ class CallTable:
             they come.
 
     Attributes:
+        blocks: blocks that calls read, and that they go on from.
         min_run_tokens: tokens that a run has at least. With speculative decoding vLLM pads a
             request of one token to more, which would be written over the tokens after the run.
         calls: all of them, by request id.
@@ -62,6 +64,7 @@ class CallTable:
     ) -> None:
         self.store = store
         self._reprioritize = reprioritize
+        self.blocks = CallBlocks(store)
         self.min_run_tokens = min_run_tokens
         self.block_size = store.block_size
         self.max_model_len = max_model_len
@@ -115,7 +118,9 @@ class CallTable:
         self, request: Request, encoding: Encoding, serves: ScheduledCall | None
     ) -> ScheduledCall:
         """Enter a call that encodes the missing tokens of a known encoding."""
-        return self._add(ScheduledCall(request, encoding, encoding.parents, None, serves))
+        call = ScheduledCall(request, encoding, encoding.parents, None, serves)
+        call.closes_gaps = self.store.groups.has_windows and encoding.is_resident
+        return self._add(call)
 
     def open_run(
         self, request: Request, encoding: Encoding, run: TokenRange, serves: ScheduledCall
@@ -271,26 +276,45 @@ class CallTable:
             return True
         if call.run is not None and call.encoding.unwritten[:1] != [call.run]:
             return False  # runs are written in their order, for each reads those before it
-        is_there = call.plan is not None and all(parent.is_resident for parent in call.parents)
-        return is_there and self.store.can_begin_behind(self.origin(call))
+        is_there = call.plan is not None and all(
+            parent.has(wanted) for parent, wanted in self.blocks.wanted(call)
+        )
+        return is_there and self.store.can_begin_with(self.begins_with(call))
 
-    def origin(self, call: ScheduledCall) -> Encoding | None:
-        """Encoding whose state a call begins with; None: it begins a text, or there are none."""
-        return call.parents[-1] if self.store.states and call.parents else None
+    def origin(self, call: ScheduledCall) -> StateOrigin | None:
+        """Origin of the state of a call; None: the model has none."""
+        return StateOrigin.of(call.parents) if self.store.states else None
+
+    def begins_with(self, call: ScheduledCall) -> tuple[Encoding, ...]:
+        """Encodings whose states a call begins with."""
+        origin = self.origin(call)
+        return origin.encodings if origin else ()
 
     def missing(self, call: ScheduledCall) -> list[Encoding]:
         """Parents that must be encoded again, and that no call encodes yet."""
-        origin = self.origin(call)
-        return [
+        begins_with = self.begins_with(call)
+        found = [
             parent
-            for parent in call.parents
+            for parent, wanted in self.blocks.wanted(call)
             if parent.is_known and not parent.encoders
-            if not parent.is_resident or (parent is origin and parent.state is None)
+            if not parent.has(wanted) or (parent.state is None and parent in begins_with)
         ]
+        return list(dict.fromkeys(found))
 
-    def origins(self) -> set[Encoding]:
-        """Encodings behind which calls that wait are about to begin."""
-        return {origin for c in self.waiting.values() if (origin := self.origin(c)) is not None}
+    def needed_states(self, call: ScheduledCall | None) -> Iterator[set[Encoding]]:
+        """Encodings whose states are kept while one is found for a request that starts.
+
+        First those that all calls that wait begin with; then those of this call and of the one for
+        whose sake it runs, then its own: who is alone may take from others, and last from itself.
+
+        Args:
+            call: None: the request is no call.
+        """
+        its_own = {*self.begins_with(call)} if call is not None else set()
+        for_it = its_own.union(self.begins_with(call.beneficiary)) if call is not None else its_own
+        yield for_it.union(*map(self.begins_with, self.waiting.values()))
+        yield for_it
+        yield its_own
 
     def adopt_encoders(self, call: ScheduledCall) -> None:
         """Have what others' calls encode for themselves, and `call` waits for, serve it first.
@@ -330,19 +354,6 @@ class CallTable:
 
     # -- blocks ----------------------------------------------------------------------------
 
-    def span_blocks(self, encoding: Encoding, span: ParentPlan) -> list[Block]:
-        """Blocks in which a span of a resident encoding lies."""
-        return encoding.blocks[span.start // self.block_size : -(-span.stop // self.block_size)]
-
-    def parent_blocks(self, call: ScheduledCall) -> list[Block]:
-        """Blocks with which the call's block table starts: those of its parents' spans."""
-        assert call.plan is not None
-        return [
-            block
-            for parent, span in zip(call.parents, call.plan.parents, strict=True)
-            for block in self.span_blocks(parent, span)
-        ]
-
     def share_duplicate(self, call: ScheduledCall) -> None:
         """Let a call that is about to start share the blocks of an encoding of the same digest."""
         encoding, params = call.encoding, call.beneficiary.params
@@ -358,27 +369,6 @@ class CallTable:
             if encoding.is_copy:
                 encoding.num_unreported = encoding.num_tokens - encoding.num_encoded
 
-    def own_blocks(self, call: ScheduledCall) -> list[Block]:
-        """Full blocks of the call's own encoding that exist already, and that it can go on from."""
-        if self.store.states is not None and call.encoding.state is None:
-            return []  # it runs all tokens, for the sake of the state behind them
-        # At least one token is left to run: a request without any cannot be scheduled.
-        num_reused = max(0, min(call.encoding.num_encoded, call.encoding.num_tokens - 1))
-        return call.encoding.blocks[: num_reused // self.block_size]
-
-    def run_blocks(self, call: ScheduledCall) -> tuple[list[Block], int]:
-        """Block table of a run, its own slots included, and the number of tokens before it."""
-        assert call.plan is not None and call.run is not None and call.encoding.patch
-        start, stop = call.run
-        return self.patch_blocks(call.encoding, stop), call.plan.base + start
-
-    def patch_blocks(self, encoding: Encoding, stop: int) -> list[Block]:
-        """Block table for writing into a patch up to its token `stop`, which is left out."""
-        assert encoding.plan is not None and encoding.patch is not None
-        own = ParentPlan(encoding.message.id, encoding.patch.start, stop, 0)
-        read = zip((*encoding.parents, encoding), (*encoding.plan.parents, own), strict=True)
-        return [block for parent, span in read for block in self.span_blocks(parent, span)]
-
     @contextmanager
     def passing_on(self, finished: ScheduledCall) -> Iterator[None]:
         """Keep, within the context, what a call reads in its blocks for another to take over."""
@@ -393,11 +383,11 @@ class CallTable:
         """Let `call` go on in the blocks of `finished`: it reads its parents where they lie."""
         self._mark_scheduled(call, finished.stored_positions)
 
-    def on_scheduled(self, call: ScheduledCall, blocks: Sequence[Block], up_to: int) -> None:
-        """Note that a call got slots: its block table, and the end of the step's tokens.
+    def on_scheduled(self, call: ScheduledCall, blocks: Blocks, up_to: int) -> None:
+        """Note that a call got slots: its block tables, and the end of the step's tokens.
 
         Args:
-            blocks: the request's block table.
+            blocks: the request's block table of each KV cache group.
             up_to: virtual index before which all tokens are encoded after the step.
         """
         assert call.plan is not None
@@ -408,9 +398,12 @@ class CallTable:
             if num_encoded >= call.run[1] and call.run in encoding.unwritten:
                 self.store.on_written(encoding, call.run)
         elif encoding.is_known and num_encoded >= encoding.num_tokens:
+            own = self.blocks.own_part(call, blocks)
             if not encoding.is_resident:
-                own = blocks[call.plan.base // self.block_size :]
                 self.store.hold(encoding, own, encoding.num_tokens)
+            elif call.closes_gaps:
+                assert encoding.stored_position == call.plan.own_position
+                call.closed_gaps += self.store.fill(encoding, own)
             if encoding.state is None:
                 self.store.hold_state(encoding, call.id)
 
@@ -426,7 +419,7 @@ class CallTable:
         """Have a call that lost its blocks wait again; its parents may be evicted meanwhile."""
         if call.is_scheduled:
             self._take_back(call)
-            call.is_scheduled, call.stored_positions = False, None
+            call.is_scheduled, call.stored_positions, call.closed_gaps = False, None, []
             self.waiting[call.id] = call
             self.store.residency.wait_again(call.reads)
 
@@ -440,7 +433,9 @@ class CallTable:
             states.drop(encoding)
         if not encoding.is_known or encoding.held_in_step != self.store.step:
             return
-        if call.run is None:
+        if call.closed_gaps:
+            self.store.residency.open_gaps(encoding, call.closed_gaps)
+        elif call.run is None:
             self.store.residency.drop(encoding)
         elif call.run not in encoding.unwritten:
             self.store.residency.on_unwritten(encoding, call.run)
@@ -450,7 +445,9 @@ class CallTable:
         assert call.plan is not None and call.stored_positions is not None
         start = call.encoding.patch.start if call.run and call.encoding.patch else 0
         return request_spans(
-            call.plan, call.stored_positions, self.block_size, start, call.own_position
+            *(call.plan, call.stored_positions, self.block_size, start, call.own_position),
+            self.store.groups.windows,
+            call.run[0] if call.run else 0,
         )
 
     def hidden_capture(self, call: ScheduledCall) -> HiddenCapture | None:
@@ -511,7 +508,7 @@ class CallTable:
                     frontier += [call.encoding] if call.is_internal else []
         return list(found)
 
-    def finish_decode(self, call: ScheduledCall, blocks: Sequence[Block]) -> None:
+    def finish_decode(self, call: ScheduledCall, blocks: Blocks) -> None:
         """Make a message of the header and all sampled tokens of a call that has generated.
 
         The last token has been sampled but not run, and with asynchronous scheduling no more
@@ -531,7 +528,7 @@ class CallTable:
         num_encoded = min(request.num_computed_tokens, request.num_tokens - 1) - base
         if self.has_run_all(call):
             num_encoded = encoding.num_tokens
-        self.store.hold(encoding, blocks[base // self.block_size :], num_encoded)
+        self.store.hold(encoding, self.blocks.own_part(call, blocks), num_encoded)
         if encoding.is_resident:
             self.store.hold_state(encoding, call.id)
 

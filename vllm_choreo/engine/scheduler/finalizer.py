@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_choreo.engine.scheduler.adapters import Adapters
@@ -16,6 +15,7 @@ from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+from vllm_choreo.store.groups import Blocks
 
 _COMPLETE = (
     RequestStatus.FINISHED_STOPPED,
@@ -56,7 +56,7 @@ class Finalizer:
         stopped = request.status == RequestStatus.FINISHED_ABORTED and bool(
             request.sampling_params and request.sampling_params.stop and request.num_output_tokens
         )
-        blocks = self._manager.get_blocks(call.id).blocks[0]
+        blocks = self._manager.get_blocks(call.id).blocks
         if call.is_decode and (complete or stopped):
             self._call_table.finish_decode(call, blocks)
         report, encoding, message = None, call.encoding, call.message
@@ -71,7 +71,7 @@ class Finalizer:
                 self._encode_last_token(call, blocks)
         return report
 
-    def _encode_last_token(self, finished: ScheduledCall, blocks: Sequence[KVCacheBlock]) -> None:
+    def _encode_last_token(self, finished: ScheduledCall, blocks: Blocks) -> None:
         """Give the last sampled token its keys and values, without delaying the answer.
 
         A new request takes over the finished one's blocks, and has that one token left to run.
@@ -88,7 +88,7 @@ class Finalizer:
         self._call_table.take_over(call, finished)
         request.num_computed_tokens = finished.plan.base + encoding.num_encoded
         num_blocks = -(-request.num_computed_tokens // self._call_table.block_size)
-        self._manager.inherit(request, blocks[:num_blocks])
+        self._manager.inherit(request, [of_group[:num_blocks] for of_group in blocks])
         if self._call_table.store.states:
             self._call_table.store.states.pass_on(finished.id, request.request_id)
         self._enqueue(request)

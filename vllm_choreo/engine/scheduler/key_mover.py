@@ -61,7 +61,7 @@ class KeyMover:
 
     def _place(self, call: ScheduledCall, encoding: Encoding, span: ParentPlan) -> _Placement:
         assert call.plan is not None
-        blocks = self.call_table.span_blocks(encoding, span)
+        (blocks,) = self.call_table.blocks.of_span(encoding, span)
         # The one place at which the query needs no rotation.
         wanted = span.offset - span.start - (call.plan.new_offset - call.plan.own_position)
         delta = wanted - encoding.stored_position
@@ -69,7 +69,7 @@ class KeyMover:
             # Not settled: its keys are written in the step that is being planned, and moves come
             # before a step. The query turns instead, this once.
             return _Placement(encoding, blocks, encoding.stored_position)
-        alone = all(block.ref_cnt == 1 for block in encoding.blocks)
+        alone = all(block.ref_cnt == 1 for block in encoding.held_blocks)
         if alone and not encoding.num_readers and call.parents.count(encoding) == 1:
             return _Placement(encoding, blocks, wanted, delta)
         if self.pool.get_num_free_blocks() < len(blocks):
@@ -83,9 +83,10 @@ class KeyMover:
         for placement, span in zip(placements, call.plan.parents, strict=True):
             encoding = placement.encoding
             if placement.is_copy:
-                sources = self.call_table.span_blocks(encoding, span)
+                (sources,) = self.call_table.blocks.of_span(encoding, span)
             elif placement.delta:
-                sources = placement.blocks = encoding.blocks
+                (sources,) = encoding.blocks
+                placement.blocks = sources
                 self.call_table.store.residency.move(encoding, placement.stored_position)
             else:
                 continue
@@ -109,7 +110,7 @@ class KeyMover:
         self._release_copies(placements)
         for placement, span in zip(placements, call.plan.parents, strict=True):
             if placement.is_copy:
-                placement.blocks = self.call_table.span_blocks(placement.encoding, span)
+                (placement.blocks,) = self.call_table.blocks.of_span(placement.encoding, span)
                 placement.stored_position = placement.encoding.stored_position
                 placement.delta, placement.is_copy = 0, False
         return [block for placement in placements for block in placement.blocks]

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from vllm_choreo.engine.scheduler.composing import check_composable, check_whole
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall, Watching
 from vllm_choreo.errors import ChainError, RepairError
 from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.rules import ByAttention, ByLayers, Reweighted, Rule, Seen
+from vllm_choreo.repair.runs import TokenRanges
 from vllm_choreo.semantics.positions import (
     CallPlan,
     check_length,
@@ -101,8 +103,12 @@ def plan_call(
     elif params.repair is not None:
         _check_repairable(params.repair, store)
         runs = params.repair.runs(_seen(call, links, offsets), store.block_size)
+        if store.states is not None:
+            check_whole(links)
+            _check_first_tokens(runs, params.repair)
         layers = _layers(params.repair, store)
-        links, num_repaired = repaired_chain(links, offsets, runs, adapter, store, layers)
+        read = repaired_chain(links, offsets, runs, adapter, store, layers)
+        links, offsets, num_repaired = read
     plan = replace(
         Context(links, offsets, adapter).plan(new_offset, store),
         exact=is_exact(
@@ -113,7 +119,16 @@ def plan_call(
         repaired_tokens=num_repaired,
     )
     if store.states is not None and not plan.exact:
-        raise _chain_error(links, offsets, adapter)
+        if not store.states.is_composed:
+            raise _chain_error(links, offsets, adapter)
+        check_composable(store.states, links)
+    if len(links) > len(params.parents):  # read in two, which takes more blocks
+        for link in links:
+            own = link.encoding.plan
+            assert own is not None
+            check_length(own, link.num_tokens, max_model_len)
+        num_new_tokens = call.request.num_prompt_tokens
+        check_length(plan, num_new_tokens, max_model_len, generates=call.is_decode)
     if isinstance(params.repair, Reweighted) and len(links) > 1:
         plan = replace(plan, exact=False, weights=params.repair.weights)
     return plan, tuple(link.encoding for link in links)
@@ -126,7 +141,8 @@ def _chain_error(
     number = num_in_chain(links, offsets, adapter, whole=True)
     way_out = (
         "this model keeps a state, and reads messages in the order of their encoding alone; call "
-        "with mode='exact', which encodes anew what does not follow"
+        "with mode='exact', which encodes anew what does not follow, or start the engine with "
+        "additional_config.choreo.composed_states"
     )
     if number == len(links):
         return ChainError(
@@ -158,10 +174,13 @@ def _seen(call: ScheduledCall, links: Sequence[Link], offsets: Sequence[int]) ->
 
 def _check_repairable(rule: Rule, store: MessageStore) -> None:
     """Check that calls to this model can be repaired, or raise a RepairError."""
-    if store.states is not None:
+    is_by_tokens = not isinstance(rule, ByAttention | ByLayers | Reweighted)
+    if store.states is not None and not (store.states.is_composed and is_by_tokens):
         raise RepairError(
-            "this model keeps a state that all tokens have changed, so that none can be encoded "
-            "anew between others; call without repair, or with mode='exact'",
+            "this model keeps a state that all tokens have changed: the first tokens of parents "
+            "('first:32') can be encoded anew in an engine that composes states "
+            "(additional_config.choreo.composed_states), and nothing else; call without repair, "
+            "or with mode='exact'",
             parameter="repair",
             value=rule.to_json(),
         )
@@ -172,6 +191,19 @@ def _check_repairable(rule: Rule, store: MessageStore) -> None:
             parameter="repair",
             value=rule.to_json(),
         )
+
+
+def _check_first_tokens(runs: Sequence[TokenRanges], rule: Rule) -> None:
+    """Check that only first tokens are encoded anew, or raise a RepairError."""
+    for number, of_parent in enumerate(runs, 1):
+        if len(of_parent) > 1 or any(start for start, _ in of_parent):
+            raise RepairError(
+                f"of parent {number} other tokens than the first ones are to be encoded anew, "
+                "which a state that all tokens have changed cannot tell apart; give the first "
+                "ones alone, as 'first:32' does",
+                parameter="repair",
+                value=rule.to_json(),
+            )
 
 
 def _layers(rule: Rule, store: MessageStore) -> LayerRanges | None:

@@ -55,6 +55,9 @@ class ScheduledCall:
         stored_positions: positions of each parent's first key, while it is scheduled.
         own_turn: priority, 0 unless vLLM schedules by that, and order of arrival; the priority is
             the first of its own and of those of the calls that wait for it.
+        closes_gaps: whether it encodes again what is resident, for the blocks that were given up in
+            groups with windows.
+        closed_gaps: group and index of each block that the encoding got so.
         parked_on: the parent that it waits for, which is not known yet; None: all are known.
     """
 
@@ -73,6 +76,8 @@ class ScheduledCall:
     served_since: int = 0
     stored_positions: Sequence[int] | None = None
     own_turn: tuple[int, int] = (0, 0)
+    closes_gaps: bool = False
+    closed_gaps: list[tuple[int, int]] = field(default_factory=list)
     parked_on: Encoding | None = None
     helpers: set[ScheduledCall] = field(default_factory=set, repr=False)
     beneficiary: ScheduledCall = field(init=False, repr=False)

@@ -23,12 +23,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine.kv_cache import block_bytes
+from vllm_choreo.engine.kv_cache import block_bytes, num_kinds, windows_of_groups
 from vllm_choreo.engine.query_scaling import scales_queries
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.admission import Admission
@@ -41,13 +40,21 @@ from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
 from vllm_choreo.engine.scheduler.operations import Operations
 from vllm_choreo.engine.scheduler.patcher import Patcher
+from vllm_choreo.engine.scheduler.prefix_states import PrefixStates
 from vllm_choreo.engine.scheduler.progress_guard import ProgressGuard
 from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
-from vllm_choreo.engine.speculation import has_layers
-from vllm_choreo.engine.step import BlockMove, ChoreoStep, HiddenCapture, add_step, attention_of
+from vllm_choreo.engine.scheduler.window_manager import keep_windows_of_calls
+from vllm_choreo.engine.step import (
+    BlockMove,
+    ChoreoStep,
+    HiddenCapture,
+    StateStart,
+    add_step,
+    attention_of,
+)
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.kv_dtype import is_quantized, kv_dtype
 from vllm_choreo.store.hidden import HiddenStateIndex
@@ -66,6 +73,7 @@ class _Choreographed(Scheduler):
     # Of the class, for a scheduler that is made without its constructor: it has no calls.
     internal = InternalRequests()
     refusals = Refusals("no KV cache")
+    prefix_states: PrefixStates | None = None
     has_preempted = False  # in the step being planned
     num_idle_steps = 0  # for which calls have waited for a save, a load, or nothing at all
 
@@ -73,6 +81,7 @@ class _Choreographed(Scheduler):
         super().__init__(*args, **kwargs)
         self.choreo_config = ChoreoConfig.from_vllm(self.vllm_config)
         manager = self.kv_cache_manager
+        windows = windows_of_groups(self.kv_cache_config)
         is_placed = scales_queries(self.vllm_config.model_config.hf_text_config)
         limits = self.choreo_config
         self.store = MessageStore(
@@ -84,6 +93,7 @@ class _Choreographed(Scheduler):
                 limits.max_copies_per_session, limits.max_copied_tokens_per_session
             ),
             states=self._states(),
+            windows=windows,
         )
         self.store.tier = self._host_tier()
         self.store.hidden = self._hidden_index()
@@ -102,6 +112,11 @@ class _Choreographed(Scheduler):
         manager.__class__ = ChoreoKVCacheManager
         assert isinstance(manager, ChoreoKVCacheManager)
         manager.call_table, manager.mover = self.call_table, self.mover
+        manager.prefix_states = self.prefix_states = self._prefix_states()
+        if self.prefix_states is not None:
+            # vLLM asks where steps of prompts are to end: see the method of that name.
+            self.need_mamba_block_aligned_split = manager.enable_caching
+        keep_windows_of_calls(manager.coordinator.single_type_managers, self.call_table)
         self._make_parts(manager)
         manager.drop_idle = self.operations.drop_idle
         manager.runs_alone = lambda request: self.running == [request]
@@ -111,11 +126,13 @@ class _Choreographed(Scheduler):
     def _make_parts(self, manager: ChoreoKVCacheManager) -> None:
         self.adapters = adapters = Adapters()
         pool = manager.block_pool
-        self.refusals = Refusals(
-            f"the KV cache of {pool.num_gpu_blocks} blocks of {self.block_size} tokens"
-        )
-        num_groups = len(self.kv_cache_config.kv_cache_groups)
-        self.admission = Admission(self.call_table, adapters, self.vllm_config, num_groups)
+        room = f"the KV cache of {pool.num_gpu_blocks} blocks of {self.block_size} tokens"
+        if self.store.states is not None:
+            setting = "additional_config.choreo.tokens_per_state"
+            room += f" and {self.store.states.num_states} states ({setting})"
+        self.refusals = Refusals(room)
+        kinds = num_kinds(self.kv_cache_config, self.choreo_config.window_groups)
+        self.admission = Admission(self.call_table, adapters, self.vllm_config, kinds)
         shared = (self.refusals, adapters, self.internal)
         self.patcher = Patcher(self.call_table, pool)
         self.reserver = BlockReserver(
@@ -161,11 +178,22 @@ class _Choreographed(Scheduler):
             return None
         num_tokens = self.kv_cache_config.num_blocks * self.block_size
         num_states = self.choreo_config.num_states(num_tokens)
-        pool = BlockPool(num_states, enable_caching=False, hash_block_size=self.block_size)
+        pool = BlockPool(num_states, enable_caching=True, hash_block_size=self.block_size)
         num_in_host = (
             self.choreo_config.num_host_blocks(block_bytes(self.kv_cache_config)) * self.block_size
         )
-        return States(pool, num_in_host // self.choreo_config.tokens_per_state)
+        return States(
+            pool,
+            num_in_host // self.choreo_config.tokens_per_state,
+            self.choreo_config.composed_states,
+        )
+
+    def _prefix_states(self) -> PrefixStates | None:
+        if self.store.states is None:
+            return None
+        pool = self.store.states.pool
+        assert isinstance(pool, BlockPool)
+        return PrefixStates(self.call_table, pool, self.choreo_config.tokens_per_state)
 
     def _host_tier(self) -> HostTier | None:
         # Per worker: the specification is that of one worker's share of the heads.
@@ -247,6 +275,8 @@ class _Choreographed(Scheduler):
         if self.choreo_config.tenant_share < 1 and self.progress_guard.alone is None:
             self.store.enforce_share(self._num_blocks(self.choreo_config.tenant_share))
         self.reserver.prepare_waiting()
+        if self.prefix_states is not None:
+            self.prefix_states.begin_step()
         output = super().schedule(*args, **kwargs)
         if self.connector is None:
             add_step(output, self._choreo_step(output))
@@ -304,18 +334,19 @@ class _Choreographed(Scheduler):
         return self._with_states(step, started)
 
     def _with_states(self, step: ChoreoStep, started: Iterable[str]) -> ChoreoStep:
-        """Add the states of requests that start, and the copies that these begin with."""
+        """Add the states of requests that start or go on with others, and what these begin with."""
         states = self.store.states
         if states is None:
             return step
-        found = {request_id: states.find(request_id) for request_id in started}
+        changed = [*started, *states.take_gone_on()]
+        found = {request_id: states.find(request_id) for request_id in changed}
         copies = states.copies.take()
         return replace(
             step,
             states={request_id: state.block_id for request_id, state in found.items() if state},
             state_saves=copies.saves,
             state_loads=copies.loads,
-            state_copies=tuple((source, target) for source, target, _ in copies.moves),
+            state_starts=tuple(StateStart(*start) for start in states.starts.take()),
         )
 
     def _captures(self, started: Iterable[ScheduledCall]) -> dict[str, HiddenCapture]:
@@ -330,6 +361,22 @@ class _Choreographed(Scheduler):
         if call is not None and not (self.call_table.is_ready(call) and may_start(call)):
             return False
         return super()._handle_blocked_waiting_request(request)
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Extend vLLM's method: where we keep the states, they are left in other places."""
+        found = num_new_local_computed_tokens, num_external_computed_tokens
+        if self.prefix_states is None:
+            return super()._mamba_block_aligned_split(request, num_new_tokens, *found)
+        if request.request_id in self.call_table.calls:
+            return num_new_tokens
+        start = request.num_computed_tokens + sum(found)
+        return self.prefix_states.end_of_chunk(request, start, start + num_new_tokens) - start
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
@@ -394,34 +441,6 @@ class _Choreographed(Scheduler):
         if self.num_idle_steps >= _MAX_IDLE_STEPS and waiting:
             error = RuntimeError("calls wait, and nothing is left that could be begun for them")
             self.refusals.refuse_unexpected(waiting[0].beneficiary.id, error)
-
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Extend vLLM's method: what a drafter with layers drafts for calls is dropped."""
-        if has_layers(self.vllm_config.speculative_config):
-            calls = self.call_table.calls
-            drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
-            draft_token_ids = DraftTokenIds(
-                draft_token_ids.req_ids, [[] if r in calls else tokens for r, tokens in drafts]
-            )
-        super().update_draft_token_ids(draft_token_ids)
-
-    def make_spec_decoding_stats(
-        self,
-        spec_decoding_stats: SpecDecodingStats | None,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-        request_id: str,
-    ) -> SpecDecodingStats | None:
-        """Extend vLLM's method: padding of calls, for which nothing is drafted, is no draft."""
-        has_drafts = not has_layers(self.vllm_config.speculative_config)
-        return super().make_spec_decoding_stats(
-            spec_decoding_stats,
-            num_draft_tokens if has_drafts or request_id not in self.call_table.calls else 0,
-            num_accepted_tokens,
-            num_invalid_spec_tokens,
-            request_id,
-        )
 
     def _keep_header_logprobs(self, logprobs_by_request: dict[str, LogprobsTensors | None]) -> None:
         """Cut the prompt's log-probabilities of calls to those of the header, in place.

@@ -21,11 +21,13 @@ from vllm.v1.core.block_pool import BlockPool
 
 from vllm_choreo.engine.lora import check_loadable
 from vllm_choreo.engine.scheduler.adapters import Adapters
-from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
+from vllm_choreo.engine.scheduler.composing import check_loaded
+from vllm_choreo.errors import AdapterError, ChoreoError
 from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
 from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Adapter, Encoding
+from vllm_choreo.store.groups import Blocks
 from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.store import MessageStore
 
@@ -66,6 +68,8 @@ class SnapshotServer:
         self._described: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
         self._held: dict[int, Encoding] = {}
         self._loads: dict[int, Rebuilt] = {}
+        # States that nobody gives up meanwhile, by ticket, or by the encoding that is loaded.
+        self._kept_states: dict[int | Encoding, Block] = {}
 
     @property
     def is_holding(self) -> bool:
@@ -83,6 +87,7 @@ class SnapshotServer:
 
         Returns:
             `recipes`: see `store/recipes.py`; `own`: the encodings of the messages, in their order;
+            `firsts`: of each encoding, the first token that it keeps in each KV cache group;
             `resident`: those of all encodings that can be held now; `ticket`.
 
         Raises:
@@ -90,12 +95,13 @@ class SnapshotServer:
         """
         messages = [self._store.get(session, m, "messages") for m in message_ids]
         encodings, recipes = recipes_of(messages)
-        ticket = next(self._tickets)
+        ticket, groups = next(self._tickets), self._store.groups
         self._described[ticket] = [(encoding, encoding.hidden_layers) for encoding in encodings]
         return {
             "ticket": ticket,
             "recipes": recipes,
             "own": [encodings.index(message.own) for message in messages],
+            "firsts": [groups.kept_tokens(encoding.num_tokens) for encoding in encodings],
             "resident": [n for n, encoding in enumerate(encodings) if encoding.is_resident],
         }
 
@@ -107,23 +113,16 @@ class SnapshotServer:
         """Keep the blocks of an encoding where they are until `release`.
 
         Returns:
-            `ticket`, `blocks`: their ids, `stored_position`, and `hidden`: the key of the hidden
-            states, or None. None: the encoding, or hidden states of it, are not there any more.
-
-        Raises:
-            UnsupportedOptionError: the model has states, of which files keep none.
+            `ticket`, `blocks`: their ids, by KV cache group, and -1 in gaps, `stored_position`,
+            `hidden`: the key of the hidden states, or None, and `state`: the number of its state,
+            or None, if the model has none. None: the encoding, or hidden states of it, or its
+            state, are not there any more.
         """
-        if self._store.states is not None:
-            raise UnsupportedOptionError(
-                "this model keeps a state at the end of every message, and files have keys and "
-                "values alone: save messages with encodings=False, as recipes, which are encoded "
-                "when they are read",
-                parameter="encodings",
-                value=True,
-            )
         encoding, layers = self._described[ticket][number]
-        hidden = self._hidden_key(encoding)
-        if not encoding.is_resident or (layers and hidden is None):
+        hidden, states = self._hidden_key(encoding), self._store.states
+        is_there = encoding.has(self._store.groups.held(encoding.num_tokens))
+        is_there &= states is None or encoding.state is not None
+        if not is_there or (layers and hidden is None):
             return None
         self._store.residency.wait_for([encoding])
         self._store.residency.read([encoding])
@@ -131,9 +130,10 @@ class SnapshotServer:
         self._held[held] = encoding
         return {
             "ticket": held,
-            "blocks": [block.block_id for block in encoding.blocks],
+            "blocks": _ids(encoding.blocks),
             "stored_position": encoding.stored_position,
             "hidden": hidden,
+            "state": self._keep_state(held, encoding),
         }
 
     def release(self, ticket: int) -> bool:
@@ -142,6 +142,7 @@ class SnapshotServer:
         if encoding is None:
             return False
         self._store.residency.leave([encoding], reading=True)
+        self._let_state_go(ticket)
         self._store.settle(encoding)
         return True
 
@@ -160,7 +161,7 @@ class SnapshotServer:
         """Rebuild messages (see `Rebuilt`); returns a ticket for the other operations.
 
         Raises:
-            TooLongError, OffsetError: a message could not be encoded again here.
+            TooLongError, OffsetError, ChainError: a message could not be encoded again here.
             AdapterError: there is only a recipe, and its adapter is not here.
             ChoreoError: hidden states for which there is no room, or layers that cannot be run.
         """
@@ -168,6 +169,8 @@ class SnapshotServer:
         for encoding, entry in zip(rebuilt.encodings, recipes["encodings"], strict=True):
             assert encoding.plan is not None
             check_length(encoding.plan, encoding.num_tokens, self._max_model_len)
+            if self._store.states is not None:
+                check_loaded(self._store.states, encoding)
             is_lost = encoding.adapter and not self._adapters.is_current(encoding.adapter)
             if is_lost and not entry["data"] and not encoding.message.freed:
                 raise AdapterError(
@@ -186,17 +189,27 @@ class SnapshotServer:
         """Find blocks for an encoding: free ones, then host memory, then those of idle messages.
 
         Returns:
-            `blocks`, and `in_host`, whether they are of host memory; without blocks: another
-            message has the same keys and values, and its blocks are shared; `hidden`: the key of
-            the hidden states, or None. None: there is no room, or none that may be written now, and
-            the message will be encoded when it is read.
+            `blocks`: of each KV cache group, and -1 in gaps, `firsts`: the first token of each that
+            is to be there, and `in_host`, whether the blocks are of host memory; without blocks:
+            another message has the same keys and values, and its blocks are shared; `hidden`: the
+            key of the hidden states, or None; `state`: the number of a state, or None, if the model
+            has none, or another message's is shared. None: there is no room, or none that may be
+            written now, and the message will be encoded when it is read.
         """
-        place = self._allocate(ticket, number, stored_position)
-        hidden = self._hidden_key(self._loads[ticket].encodings[number])
-        return place and {**place, "hidden": hidden}
-
-    def _allocate(self, ticket: int, number: int, stored_position: int) -> dict[str, Any] | None:
         encoding = self._loads[ticket].encodings[number]
+        place = self._allocate(encoding, stored_position)
+        if place is None:
+            return None
+        firsts = self._store.groups.kept_tokens(encoding.num_tokens)
+        state = self._kept_states.get(encoding)
+        return {
+            **place,
+            "firsts": firsts,
+            "hidden": self._hidden_key(encoding),
+            "state": state and state.block_id,
+        }
+
+    def _allocate(self, encoding: Encoding, stored_position: int) -> dict[str, Any] | None:
         if encoding.is_given_up:
             return None  # no call will read it
         is_known = 0 <= stored_position <= self._max_model_len - encoding.num_tokens
@@ -204,13 +217,18 @@ class SnapshotServer:
             return None  # the model cannot be given such positions, of which it would be patched
         if self._share(encoding):
             return {"blocks": [], "in_host": False}
-        need = -(-encoding.num_tokens // self._store.block_size)
-        tier = self._store.tier
+        if not self._has_room_for_state():
+            return None
+        held = self._store.groups.held(encoding.num_tokens)
+        need = sum(map(len, held))
+        # Of a message with a state, all is where calls can begin behind it.
+        tier = self._store.tier if self._store.states is None else None
         is_full = self._pool.get_num_free_blocks() < need or not self._may_write()
         if is_full and tier is not None:
             position, count = stored_position, encoding.num_tokens
-            if host_blocks := tier.reserve(encoding, need, count, position):
-                return {"blocks": host_blocks, "in_host": True}
+            if copy := tier.reserve(encoding, held, count, position):
+                ids = [[-1 if n is None else n for n in of_group] for of_group in copy.blocks]
+                return {"blocks": ids, "in_host": True}
         if not self._may_write():
             return None
         while self._pool.get_num_free_blocks() < need:
@@ -218,9 +236,14 @@ class SnapshotServer:
             if not self._store.evict_one([], waiting_too=False, into_host=False):
                 return None
         blocks = self._pool.get_new_blocks(need)
-        self._hold(encoding, blocks, stored_position)
+        table, rest = list[list[Block]](), list[Block](blocks)
+        for chosen in held:
+            table.append([self._pool.null_block] * chosen.start + rest[: len(chosen)])
+            del rest[: len(chosen)]
+        self._hold(encoding, table, stored_position)
         self._pool.free_blocks(blocks)  # the store holds its own references
-        return {"blocks": [block.block_id for block in blocks], "in_host": False}
+        self._give_state(encoding)
+        return {"blocks": _ids(table), "in_host": False}
 
     def deallocate(self, ticket: int, number: int) -> None:
         """Drop an encoding whose bytes were wrong: it will be encoded when it is read."""
@@ -240,6 +263,7 @@ class SnapshotServer:
         del self._loads[ticket]
         placed = [e for e in rebuilt.encodings if e.num_readers or (tier and e in tier)]
         for encoding in placed:
+            self._let_state_go(encoding)
             if encoding.num_readers:
                 self._store.residency.leave([encoding], reading=True)
             elif tier is not None:
@@ -284,15 +308,56 @@ class SnapshotServer:
 
     def _share(self, encoding: Encoding) -> bool:
         """Share the blocks of a resident encoding of the same digest; False: there is none."""
+        states = self._store.states
         duplicate = self._store.duplicates.most_resident(
-            encoding, lambda duplicate: duplicate.is_resident
+            encoding,
+            lambda duplicate: (
+                duplicate.is_resident and (states is None or duplicate.state is not None)
+            ),
         )
         if duplicate is None:
             return False
         self._hold(encoding, duplicate.blocks, duplicate.stored_position)
+        if states is not None and duplicate.state is not None:
+            states.share(encoding, duplicate.state, duplicate.state_step)
         return True
 
-    def _hold(self, encoding: Encoding, blocks: Sequence[Block], stored_position: int) -> None:
+    # -- states ------------------------------------------------------------------------------
+
+    def _has_room_for_state(self) -> bool:
+        """Return whether a state is free, if the model has any, or one was given up for it."""
+        states = self._store.states
+        while states is not None and not states.num_free:
+            # Calls that wait keep what they begin with.
+            needed = {held for held in states.holding() if held.num_waiting}
+            # It is written at once, and copying out would come with the next step.
+            if not self._store.evict_state(needed, into_host=False):
+                return False
+        return True
+
+    def _give_state(self, encoding: Encoding) -> None:
+        """Give an encoding that is loaded a free state, which is written before the next step."""
+        states = self._store.states
+        if states is not None:
+            found = states.pool.get_new_blocks(1)
+            states.share(encoding, found[0], self._store.step)
+            self._kept_states[encoding] = found[0]  # with the reference that it came with
+
+    def _keep_state(self, ticket: int, encoding: Encoding) -> int | None:
+        """Hold the state of an encoding until the ticket's end; its number, if there is one."""
+        states = self._store.states
+        if states is None or encoding.state is None:
+            return None
+        states.pool.touch([encoding.state])
+        self._kept_states[ticket] = encoding.state
+        return encoding.state.block_id
+
+    def _let_state_go(self, kept_by: int | Encoding) -> None:
+        state, states = self._kept_states.pop(kept_by, None), self._store.states
+        if state is not None and states is not None:
+            states.let_go(state)
+
+    def _hold(self, encoding: Encoding, blocks: Blocks, stored_position: int) -> None:
         residency = self._store.residency
         self._store.hold(encoding, blocks, encoding.num_tokens)
         residency.move(encoding, stored_position)
@@ -301,6 +366,7 @@ class SnapshotServer:
         residency.read([encoding])
 
     def _drop(self, encoding: Encoding) -> None:
+        self._let_state_go(encoding)
         if encoding.num_readers:
             self._store.residency.leave([encoding], reading=True)
             self._store.residency.drop(encoding)
@@ -323,6 +389,11 @@ class SnapshotServer:
                 pass  # it is not there: its messages can be read, and not be encoded again
         weights = bytes.fromhex(entry["weights"])
         return self._adapters.of_weights(weights) or Adapter(weights, request)
+
+
+def _ids(blocks: Blocks) -> list[list[int]]:
+    """Numbers of blocks, by KV cache group; -1 in gaps."""
+    return [[-1 if block.is_null else block.block_id for block in held] for held in blocks]
 
 
 def operations(server: SnapshotServer) -> dict[str, Callable[..., Any]]:

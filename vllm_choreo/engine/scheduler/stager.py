@@ -6,7 +6,7 @@ They write patches by layers, and let calls look at their parents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from vllm.v1.core.block_pool import BlockPool
 
@@ -16,6 +16,7 @@ from vllm_choreo.engine.step import StageRun, Watch, request_spans
 from vllm_choreo.repair.layers import middle_layers
 from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.groups import Blocks
 
 
 class Stager:
@@ -40,24 +41,28 @@ class Stager:
     def can_watch(self, call: ScheduledCall) -> bool:
         """Return whether a call needs to look at its parents and can, before this step."""
         wants = call.plan is None and call.watching is not None and not call.watching.is_staged
-        return wants and self._are_written(call.parents)
+        if not wants or not self._are_written(call.parents):
+            return False
+        return all(parent.has(seen) for parent, seen in self._call_table.blocks.wanted(call))
 
     def add(self, encoding: Encoding) -> None:
         """Add the run that writes a placed patch, which counts as written from now on."""
         plan, patch, store = encoding.plan, encoding.patch, self._call_table.store
         assert plan is not None and patch is not None and patch.layers is not None
         ((start, stop),) = patch.runs
-        blocks = self._call_table.patch_blocks(encoding, stop)
-        self._hold(blocks)
+        tables = self._call_table.blocks.of_patch(encoding, stop)
+        self._hold(tables)
         positions = [parent.stored_position for parent in encoding.parents]
         assert encoding.token_ids is not None
         self._runs.append(
             StageRun(
                 layers=patch.layers.ranges,
                 spans=request_spans(
-                    plan, positions, store.block_size, patch.start, encoding.stored_position
+                    *(plan, positions, store.block_size, patch.start, encoding.stored_position),
+                    store.groups.windows,
+                    start,
                 ),
-                blocks=tuple(block.block_id for block in blocks),
+                blocks=_ids(tables),
                 first=plan.base + start,
                 token_ids=tuple(encoding.token_ids[start:stop]),
                 key=self._key(patch.source) if patch.is_entering else None,
@@ -70,31 +75,38 @@ class Stager:
 
     def num_scratch_blocks(self, call: ScheduledCall) -> int:
         """Number of blocks for a call's own tokens while it looks at its parents."""
-        return -(-call.request.num_prompt_tokens // self._call_table.block_size)
+        return self._call_table.store.groups.num_blocks(call.request.num_prompt_tokens)
 
     def watch(self, call: ScheduledCall) -> None:
         """Add the run in which a call looks at its parents; its keys and values are dropped."""
         hidden, watching, request = self._call_table.store.hidden, call.watching, call.request
         assert hidden is not None and watching is not None and request.prompt_token_ids is not None
-        parents = zip(call.parents, watching.plan.parents, strict=True)
-        blocks = [block for p, span in parents for block in self._call_table.span_blocks(p, span)]
-        self._hold(blocks)
+        parents, store = watching.plan.parents, self._call_table.store
+        tables = self._call_table.blocks.tables(zip(call.parents, parents, strict=True))
+        self._hold(tables)
         scratch = self._pool.get_new_blocks(self.num_scratch_blocks(call))
         self._held += scratch
+        of_each = len(scratch) // len(tables)
+        tables = [
+            [*blocks, *scratch[group * of_each : (group + 1) * of_each]]
+            for group, blocks in enumerate(tables)
+        ]
         layers = middle_layers(hidden.num_layers)
         positions = [parent.stored_position for parent in call.parents]
         adapter = call.encoding.adapter
         self._runs.append(
             StageRun(
                 layers=((0, layers[-1] + 1),),
-                spans=request_spans(watching.plan, positions, self._call_table.block_size),
-                blocks=tuple(block.block_id for block in (*blocks, *scratch)),
+                spans=request_spans(
+                    watching.plan, positions, store.block_size, windows=store.groups.windows
+                ),
+                blocks=_ids(tables),
                 first=watching.plan.base,
                 token_ids=tuple(request.prompt_token_ids),
                 key=None,
                 start=0,
                 lora=adapter.request if adapter else None,
-                watch=Watch(call.id, layers),
+                watch=Watch(call.id, layers, tuple(span.num_tokens for span in parents)),
             )
         )
         watching.is_staged = True
@@ -114,8 +126,9 @@ class Stager:
             for e in encodings
         )
 
-    def _hold(self, blocks: Sequence[Block]) -> None:
+    def _hold(self, tables: Blocks) -> None:
         """Hold blocks until `take`: nobody else gets them, and no keys move there."""
+        blocks = [block for of_group in tables for block in of_group if not block.is_null]
         self._pool.touch(blocks)
         self._held += blocks
 
@@ -125,3 +138,7 @@ class Stager:
         key = hidden.find(source)
         assert key is not None, "or the source would be encoded again"
         return key
+
+
+def _ids(tables: Blocks) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(block.block_id for block in of_group) for of_group in tables)

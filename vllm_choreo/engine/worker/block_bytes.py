@@ -3,6 +3,7 @@
 
 The bytes are those of a chunk of `snapshot/tensors.py`: parts one after the other, each
 `[num_tokens, num_kv_heads, size]`. A worker reads the heads that it has; it is handed all.
+Layers of a KV cache group lie in blocks of their own; -1 stands for a gap.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class BlockBytes:
         rank, num_ranks: the worker's number, and the number of workers that share the heads.
         quantized: meaning of the bytes of each layer's cache; empty if they hold numbers.
         value_size: numbers of a value in latent caches; keys are what is behind it.
+        groups: KV cache group of each layer; None: there is one.
     """
 
     def __init__(
@@ -46,18 +48,21 @@ class BlockBytes:
         num_ranks: int = 1,
         quantized: Sequence[QuantizedKV] = (),
         value_size: int | None = None,
+        groups: Sequence[int] | None = None,
     ) -> None:
         self._caches = caches
+        self._groups = groups or [0] * len(caches)
         self._quantized = quantized
         self._layout = layout
         self._rank, self._num_ranks = rank, num_ranks
         self._value_size = value_size
 
     def shape(self) -> dict[str, Any]:
-        """Bytes of a token: `dtype`, `layers` and `scales`.
+        """Bytes of a token: `dtype`, `layers`, `groups` and `scales`.
 
-        `layers` are `[num_kv_heads, key_size, value_size]` of each in this worker, `scales`
-        `[key_scale, value_scale]` of each if the cache is in 8 bits, else none.
+        `groups` are the KV cache groups of the layers, `layers` the `[num_kv_heads, key_size,
+        value_size]` of each in this worker, and `scales` the `[key_scale, value_scale]` of each if
+        the cache is in 8 bits, else none.
         """
         parts = range(0, 2 * len(self._caches), 2)
         sizes = [
@@ -66,39 +71,46 @@ class BlockBytes:
         ]
         scales = [[q.key_scale, q.value_scale] for q in self._quantized]
         dtype = self._quantized[0].dtype if self._quantized else self._caches[0].dtype
-        return {"dtype": str(dtype).removeprefix("torch."), "layers": sizes, "scales": scales}
+        name = str(dtype).removeprefix("torch.")
+        return {"dtype": name, "layers": sizes, "groups": list(self._groups), "scales": scales}
 
-    def read(self, blocks: Sequence[int], parts: Parts, start: int, stop: int) -> bytes:
+    def read(self, blocks: Sequence[Sequence[int]], parts: Parts, start: int, stop: int) -> bytes:
         """Read tokens `start … stop-1` in `blocks`, of the parts `first … last-1`.
 
         Args:
+            blocks: blocks of each KV cache group; none of these tokens lies in a gap.
             parts: `(first, last)`; part `2 * i` is the keys of layer `i`, `2 * i + 1` its values.
         """
-        where = self._where(blocks, start, stop)
-        return b"".join(bytes_of(_indexable(self._part(part))[where]) for part in range(*parts))
+        tokens = torch.arange(start, stop)
+        return b"".join(
+            bytes_of(_indexable(self._part(part))[self._where(blocks, part, tokens)])
+            for part in range(*parts)
+        )
 
     def write(
         self,
         data: bytes | memoryview,
         heads: Sequence[int],
-        blocks: Sequence[int],
+        blocks: Sequence[Sequence[int]],
         parts: Parts,
         start: int,
         stop: int,
     ) -> None:
-        """Put the bytes of a chunk where `read` finds them.
+        """Put the bytes of a chunk where `read` finds them; those of gaps are left out.
 
         Args:
             data: bytes of all heads.
             heads: number of heads of each layer in all workers together.
         """
-        rest, where = tensor_of(data), self._where(blocks, start, stop)
+        rest = tensor_of(data)
         for part in range(*parts):
             target = self._part(part)
             shape = (stop - start, heads[part // 2], target.shape[3])
             size = prod(shape) * target.element_size()
             rows = self._own(rest[:size].view(target.dtype).view(shape), target)
-            _indexable(target)[where] = _indexable(rows.to(target.device))
+            first = min(stop, max(start, self._first(blocks[self._groups[part // 2]])))
+            where = self._where(blocks, part, torch.arange(first, stop))
+            _indexable(target)[where] = _indexable(rows[first - start :].to(target.device))
             rest = rest[size:]
 
     def _part(self, part: int) -> torch.Tensor:
@@ -115,11 +127,19 @@ class BlockBytes:
         first = self._rank * rows.shape[1] // self._num_ranks
         return rows[:, first : first + target.shape[1]]
 
-    def _where(self, blocks: Sequence[int], start: int, stop: int) -> tuple[_Bits, slice, _Bits]:
-        """Index of tokens in any part, which gives `[num_tokens, num_kv_heads, size]`."""
-        cache = self._caches[0]
-        tokens, size = torch.arange(start, stop), cache.shape[2]
-        ids, offsets = torch.tensor(blocks)[tokens // size], tokens % size
+    def _first(self, blocks: Sequence[int]) -> int:
+        """First token behind the gaps in the blocks of a group."""
+        num_gaps = next((index for index, block in enumerate(blocks) if block >= 0), len(blocks))
+        return num_gaps * self._caches[0].shape[2]
+
+    def _where(
+        self, blocks: Sequence[Sequence[int]], part: int, tokens: torch.Tensor
+    ) -> tuple[_Bits, slice, _Bits]:
+        """Index of tokens in a part, which gives `[num_tokens, num_kv_heads, size]`."""
+        cache = self._caches[part // 2]
+        size = cache.shape[2]
+        of_group = torch.tensor(blocks[self._groups[part // 2]])
+        ids, offsets = of_group[tokens // size], tokens % size
         return _indexable(ids.to(cache.device)), slice(None), _indexable(offsets.to(cache.device))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_choreo.engine.worker.cpu_threads import keep_num_threads
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.worker import ChoreoWorker
 
@@ -17,6 +18,11 @@ class ChoreoCPUWorker(ChoreoWorker, CPUWorker):
         AttentionBackendEnum.CPU_ATTN: "vllm_choreo.engine.worker.cpu_backend.ChoreoCPUBackend",
         AttentionBackendEnum.CPU_MLA: "vllm_choreo.engine.worker.cpu_backend.ChoreoCPUMLABackend",
     }
+
+    def init_device(self) -> None:
+        """Extend vLLM's method: the number of threads stays that of the first engine."""
+        super().init_device()
+        keep_num_threads()
 
     @property
     def runner_class(self) -> type[ChoreoModelRunner]:

@@ -16,14 +16,20 @@ class HostBlocks:
     With a GPU the copies run in the order of its other work, and nothing waits for them.
 
     Args:
-        kv_caches: one per layer, `[num_blocks, ...]`, any dtype, strides and device.
+        kv_caches: one per layer, `[num_blocks, ...]`, any dtype, strides and device; layers of
+            several KV cache groups lie over one another, and are copied together.
         num_blocks: blocks of zeros in host memory, which is taken from the system when it is first
             written; with a GPU, which copies from and to pinned memory, at once.
+
+    Attributes:
+        copies: one per layer; those of layers that lie over one another are the same.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
-        self.kv_caches = kv_caches
-        self.copies = [_zeros_like(cache, num_blocks) for cache in kv_caches]
+        apart = {cache.data_ptr(): cache for cache in kv_caches}
+        copies = {place: _zeros_like(cache, num_blocks) for place, cache in apart.items()}
+        self.copies = [copies[cache.data_ptr()] for cache in kv_caches]
+        self._pairs = [(cache, copies[place]) for place, cache in apart.items()]
 
     def copy(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """Copy blocks out, then in.
@@ -33,7 +39,7 @@ class HostBlocks:
             loads: pairs (block of the host, block of the KV cache); of several into one block the
                 last one counts.
         """
-        for cache, copies in zip(self.kv_caches, self.copies, strict=True):
+        for cache, copies in self._pairs:
             for block, host_block in saves:
                 copies[host_block].copy_(cache[block], non_blocking=True)
             for host_block, block in loads:

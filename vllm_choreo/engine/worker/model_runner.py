@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,12 +17,15 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine.kv_cache import block_bytes
+from vllm_choreo.engine.kv_cache import block_bytes, groups_of_layers
+from vllm_choreo.engine.speculation import has_layers
 from vllm_choreo.engine.step import BlockMove, step_of, with_attention
 from vllm_choreo.engine.worker.attention import SpanReader
 from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
+from vllm_choreo.engine.worker.composition_probe import probe_composition
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.cpu_rotary import correct_rotary
+from vllm_choreo.engine.worker.drafting import DrafterSpans, DraftLayers, choreographed
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.partial_runs import PartialRuns
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
@@ -66,12 +70,16 @@ class ChoreoModelRunner:
     lora_config: LoRAConfig | None
     lora_manager: WorkerLoRAManager
     device: torch.device
+    drafter: object
     get_model: Callable[[], torch.nn.Module]
     add_lora: Callable[[LoRARequest], bool]
     _set_active_loras: Callable[[tuple[int, ...], tuple[int, ...], set[LoRARequest]], None]
 
     batcher: SpanBatcher
     layers: dict[str, Attention]
+    drafter_layers: Mapping[str, Attention] = {}
+    drafter_spans: DrafterSpans | None = None
+    groups: Mapping[str, int]  # KV cache group of each layer
     layer_positions: Sequence[LayerPositions]
     host_blocks: HostBlocks | None
     partial_runs: PartialRuns | None = None
@@ -88,14 +96,17 @@ class ChoreoModelRunner:
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Extend vLLM's method: layers with sliding windows have room for all tokens, too.
 
-        Those with states are left out: their memory is `states`.
+        Unless these are KV cache groups of their own. Those with states are left out: their memory
+        is `states`.
         """
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         states = {name: spec for name, spec in specs.items() if isinstance(spec, MambaSpec)}
+        config = ChoreoConfig.from_vllm(self.vllm_config)
         if states:
-            self.states = StateLayers(states, self.vllm_config, self.device)
+            is_composed = config.composed_states
+            self.states = StateLayers(states, self.vllm_config, self.device, is_composed)
         others = {name: spec for name, spec in specs.items() if name not in states}
-        return widen_windows(others, self.vllm_config)
+        return others if config.window_groups else widen_windows(others, self.vllm_config)
 
     def memory_for_keys(self, available: int) -> int:
         """Bytes that are left for keys and values beside the states that come with them.
@@ -118,44 +129,42 @@ class ChoreoModelRunner:
             UnsupportedModelError: the model cannot be choreographed; says why.
             UnsupportedLayoutError: the KV cache cannot be read; says what was found.
         """
-        # Without those of a drafter, which are no part of the model.
         modules = set(self.get_model().modules())
         found = _attention_layers(self.vllm_config)
         _check_seen(self.kv_cache_config, self.vllm_config, found)
         self.layers = layers = {n: layer for n, layer in found.items() if layer in modules}
-        block_size = self.cache_config.block_size
-        for name, layer in layers.items():
-            _check_layer(name, layer, block_size)
-            layer.impl.layer_name = name
-            self._check_layout(layer)
+        self._check_layers(layers)
+        _check_shared({n: layer.impl.kv_cache_of(layer) for n, layer in layers.items()})
         if self.lora_config:
             correct_adapters(self.lora_manager)
         if self.device.type == "cpu" and self.vllm_config.model_config.use_mla:
             correct_rotary(self.get_model())
         config = ChoreoConfig.from_vllm(self.vllm_config)
         if self.states is not None:
-            self.states.allocate(config.num_states(self.kv_cache_config.num_blocks * block_size))
+            num_tokens = self.kv_cache_config.num_blocks * self.cache_config.block_size
+            self.states.allocate(config.num_states(num_tokens))
         self.layer_positions = probe_positions(
             *(self.get_model(), self.vllm_config, list(layers), self.device),
             *(self._use_adapter, self.states),
         )
-        kinds = {p.layer: self._kind(layers[p.layer], p.rotation) for p in self.layer_positions}
+        if config.composed_states and self.states is not None:
+            self.states.errors = probe_composition(
+                *(self.get_model(), self.vllm_config, list(layers), self.device),
+                *(self._use_adapter, self.states),
+            )
+        self.groups = groups_of_layers(self.kv_cache_config)
         is_tiled = any(layer.impl.resolved_kernels() == "triton" for layer in layers.values())
-        self.batcher = SpanBatcher(
-            block_size,
-            list(dict.fromkeys(kinds.values())),
-            config.shared_reading,
-            self.device,
-            is_tiled,
-            self._workspace,
-        )
-        for name, kind in kinds.items():
-            layers[name].impl.prepare(self.batcher, kind, quantized_kv(layers[name]))
+        kinds = self._kinds(layers, self.layer_positions)
+        self.batcher = self._make_batcher(kinds, is_tiled)
+        self._read_spans(layers, kinds, self.batcher)
+        if has_layers(self.vllm_config.speculative_config):
+            drafters = {n: layer for n, layer in found.items() if layer not in modules}
+            self._prepare_drafter(drafters, is_tiled)
         self.host_blocks = self._make_host_blocks(config)
         if config.hidden_bytes:
             self.partial_runs = PartialRuns(
                 *(self.get_model(), self.vllm_config, self.batcher),
-                *(layers, self._use_adapter),
+                *(layers, self.groups, self._use_adapter),
             )
         self._guard_graphs()
         if is_tiled:
@@ -180,24 +189,85 @@ class ChoreoModelRunner:
             by_token = (lora.lora_int_id if lora else 0,) * num_tokens
             self._set_active_loras(by_token, by_token, {lora} if lora else set())
 
-    def _kind(self, layer: Attention, rotation: Rotation | None) -> LayerKind:
-        """Kind of the layer: rotation and shape, which layers of one plan share."""
-        heads = layer.num_heads, layer.num_kv_heads, layer.head_size
+    def _prepare_drafter(self, layers: Mapping[str, Attention], is_tiled: bool) -> None:
+        """Have a drafter's layers read messages, too, in which they are found at the same slots.
+
+        Raises:
+            UnsupportedModelError: the drafter cannot be choreographed; says why.
+            UnsupportedOptionError: no drafter of its kind can.
+        """
+        drafter = choreographed(self.drafter)
+        self.drafter_layers = layers
+        self._check_layers(layers)
+        found = probe_positions(
+            *(DraftLayers(drafter), self.vllm_config, list(layers), self.device),
+            model_config=drafter.draft_model_config,
+        )
+        kinds = self._kinds(layers, found)
+        first, following = (self._make_batcher(kinds, is_tiled) for _ in range(2))
+        self._read_spans(layers, kinds, first)
+        self.drafter_spans = DrafterSpans(first, following)
+        drafter.choreograph(self.drafter_spans)
+
+    def _kinds(
+        self, layers: Mapping[str, Attention], found: Sequence[LayerPositions]
+    ) -> dict[str, LayerKind]:
+        """Kinds of layers by name: rotation, shape and group, which layers of one plan share."""
+        kinds = {}
         dtype = self.vllm_config.model_config.dtype  # of queries, whatever the cache holds
-        return LayerKind(rotation, LayerShape(*heads, dtype, layer.sliding_window))
+        for positions in found:
+            name, layer = positions.layer, layers[positions.layer]
+            heads = layer.num_heads, layer.num_kv_heads, layer.head_size
+            shape = LayerShape(*heads, dtype, layer.sliding_window)
+            kinds[name] = LayerKind(positions.rotation, shape, self.groups[name])
+        return kinds
+
+    def _make_batcher(self, kinds: Mapping[str, LayerKind], is_tiled: bool) -> SpanBatcher:
+        return SpanBatcher(
+            self.cache_config.block_size,
+            list(dict.fromkeys(kinds.values())),
+            ChoreoConfig.from_vllm(self.vllm_config).shared_reading,
+            self.device,
+            is_tiled,
+            self._workspace,
+        )
+
+    def _read_spans(
+        self, layers: Mapping[str, Attention], kinds: Mapping[str, LayerKind], batcher: SpanBatcher
+    ) -> None:
+        """Have layers read, from now on, what a batcher plans."""
+        for name, kind in kinds.items():
+            layers[name].impl.prepare(batcher, kind, quantized_kv(layers[name]))
 
     def _make_host_blocks(self, config: ChoreoConfig) -> HostBlocks | None:
         num_blocks = config.num_host_blocks(block_bytes(self.kv_cache_config))
         if self.states is not None:
             num_tokens = num_blocks * self.cache_config.block_size
             self.states.allocate_in_host(num_tokens // config.tokens_per_state)
-        caches = self.kv_caches_by_layer
+        caches = [layer.impl.kv_cache_of(layer) for layer in self._stored_layers.values()]
         return HostBlocks(caches, num_blocks) if num_blocks else None
 
     @property
     def kv_caches_by_layer(self) -> list[torch.Tensor]:
         """KV caches, in the order of `layers`, `[num_blocks, num_kv_heads, block_size, ...]`."""
         return [layer.impl.kv_cache_of(layer) for layer in self.layers.values()]
+
+    @property
+    def host_copies_by_layer(self) -> list[torch.Tensor]:
+        """Copies in host memory, in the order of `layers`; of the host tier, which there is."""
+        assert self.host_blocks is not None
+        return self.host_blocks.copies[: len(self.layers)]
+
+    @property
+    def _stored_layers(self) -> dict[str, Attention]:
+        """Layers of which blocks hold keys and values: of the model, then of a drafter."""
+        return {**self.layers, **self.drafter_layers}
+
+    def _check_layers(self, layers: Mapping[str, Attention]) -> None:
+        for name, layer in layers.items():
+            _check_layer(name, layer, self.cache_config.block_size)
+            layer.impl.layer_name = name
+            self._check_layout(layer)
 
     def _check_layout(self, layer: Attention) -> None:
         def write(
@@ -236,11 +306,14 @@ class ChoreoModelRunner:
             # vLLM's own method does so, too, but only then: what ended may still be copied out.
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
         block_ids = _started_blocks(scheduler_output)
-        self.batcher.update(step.started, scheduler_output.finished_req_ids, block_ids)
+        finished = scheduler_output.finished_req_ids
+        self.batcher.update(step.started, finished, block_ids)
+        if self.drafter_spans is not None:
+            self.drafter_spans.update(step.started, finished, block_ids)
         if self.states is not None:
-            self.states.update(step.states, scheduler_output.finished_req_ids)
+            self.states.update(step.states, finished, step.started)
             self.states.copy_in_host(step.state_saves, step.state_loads)
-            self.states.copy(step.state_copies)
+            self.states.start(step.state_starts)
         if self.host_blocks is not None:
             self.host_blocks.copy(step.saves, step.loads)
         self._move_keys(step.moves)
@@ -291,26 +364,30 @@ class ChoreoModelRunner:
         return bool(((lengths > 1) & (step.seq_lens > lengths)).any())
 
     def _move_keys(self, moves: Sequence[BlockMove]) -> None:
-        """Rotate keys of whole blocks in every layer, in place first, then into copies."""
-        for is_copy in (False, True):
-            chosen = [move for move in moves if (move.src != move.dst) == is_copy]
+        """Rotate keys of whole blocks in the layers of their group, in place, then into copies."""
+        for is_copy, group in product((False, True), sorted({move.group for move in moves})):
+            chosen = [
+                move for move in moves if (move.src != move.dst, move.group) == (is_copy, group)
+            ]
             if not chosen:
                 continue
+            stored = self._stored_layers.items()
+            layers = [layer for name, layer in stored if self.groups[name] == group]
             src, dst = (
                 to_device(torch.tensor(blocks, dtype=torch.int32), self.device)
                 for blocks in ([move.src for move in chosen], [move.dst for move in chosen])
             )
             if is_copy and not any(move.delta for move in chosen):
-                for layer in self.layers.values():
+                for layer in layers:
                     layer.kv_cache[dst.long()] = layer.kv_cache[src.long()]
                 continue
             deltas = torch.tensor([move.delta for move in chosen])
+            rotations = {layer: layer.impl.rotation or _NO_ROTATION for layer in layers}
             cos_sin = {
                 rotation: to_device(rotation.cos_sin(deltas), self.device)
-                for rotation in (_NO_ROTATION, *self.batcher.rotations)
+                for rotation in {*rotations.values()}
             }
-            for layer in self.layers.values():
-                rotation = layer.impl.rotation or _NO_ROTATION
+            for layer, rotation in rotations.items():
                 reposition_keys(
                     layer.impl.kv_cache_of(layer),
                     src,
@@ -329,13 +406,13 @@ def _attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
     return {**dense, **get_layers_from_vllm_config(vllm_config, MLAAttention)}
 
 
-def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[int]]:
-    """Block ids of the requests that start, or start again, in a step."""
+def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[Sequence[int]]]:
+    """Block ids, by KV cache group, of the requests that start, or start again, in a step."""
     cached = output.scheduled_cached_reqs
     resumed = zip(cached.req_ids, cached.new_block_ids, strict=True)
     return {
-        **{new.req_id: new.block_ids[0] for new in output.scheduled_new_reqs},
-        **{r: blocks[0] for r, blocks in resumed if r in cached.resumed_req_ids},
+        **{new.req_id: new.block_ids for new in output.scheduled_new_reqs},
+        **{r: blocks for r, blocks in resumed if r in cached.resumed_req_ids},
     }
 
 
@@ -358,6 +435,27 @@ def _check_seen(
                     parameter="model",
                     value=name,
                 )
+
+
+def _check_shared(caches: Mapping[str, torch.Tensor]) -> None:
+    """Check that layers of several KV cache groups that lie over one another look alike.
+
+    So a block's bytes are the same, of whichever group it is.
+
+    Raises:
+        UnsupportedModelError: two of them do not.
+    """
+    first_at: dict[int, str] = {}
+    for name, cache in caches.items():
+        first = first_at.setdefault(cache.data_ptr(), name)
+        looks = [(c.shape, c.stride(), c.dtype) for c in (cache, caches[first])]
+        if looks[0] != looks[1]:
+            raise UnsupportedModelError(
+                f"layers {first} and {name} have keys and values of other shapes, in KV cache "
+                "groups that share memory: leave additional_config.choreo.window_groups out",
+                parameter="model",
+                value=name,
+            )
 
 
 def _check_layer(name: str, layer: Attention, block_size: int) -> None:

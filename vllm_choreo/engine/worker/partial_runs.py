@@ -29,6 +29,7 @@ class PartialRuns:
     Args:
         model: the model as vLLM runs it, without wrappers.
         layers: the attention layers, by their names.
+        groups: KV cache group of each layer, by its name.
         before_run: called before the model is run outside of steps, see `StageWriter`.
 
     Raises:
@@ -41,6 +42,7 @@ class PartialRuns:
         vllm_config: VllmConfig,
         batcher: SpanBatcher,
         layers: Mapping[str, Attention],
+        groups: Mapping[str, int],
         before_run: Callable[[int, LoRARequest | None], None],
     ) -> None:
         self.memory = HiddenMemory(batcher.block_size)
@@ -49,7 +51,7 @@ class PartialRuns:
         self._stages = LayerStages(model, num_layers)
         prove_stages(self._stages, vllm_config, [*layers], batcher.device, before_run)
         self._writer = StageWriter(
-            self._stages, self.memory, batcher, layers, vllm_config, before_run
+            self._stages, self.memory, batcher, layers, groups, vllm_config, before_run
         )
 
     def begin(self, output: SchedulerOutput, step: ChoreoStep) -> dict[str, list[list[float]]]:

@@ -25,7 +25,7 @@ from vllm_choreo.ops import Rotation
 from vllm_choreo.ops.reference import rotate
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
     from vllm_choreo.engine.worker.state_layers import StateLayers
 
@@ -181,6 +181,7 @@ def probe_positions(
     device: torch.device,
     before_run: Callable[[int], None] = lambda num_tokens: None,
     states: StateLayers | None = None,
+    model_config: ModelConfig | None = None,
 ) -> list[LayerPositions]:
     """Find out, and prove, the rotation of every attention layer.
 
@@ -189,11 +190,12 @@ def probe_positions(
         layers: names of its attention layers.
         before_run: called with the number of tokens before the model is run.
         states: its layers with states, which know no positions; None: it has none.
+        model_config: configuration of the model; None: that of the engine's.
 
     Raises:
         UnsupportedModelError: a layer in which positions act in any other way.
     """
-    config = vllm_config.model_config
+    config = model_config or vllm_config.model_config
     max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     if states is not None:
         max_tokens = min(max_tokens, states.num_states - 1)
@@ -204,7 +206,8 @@ def probe_positions(
             part = positions[i : i + max_tokens]
             before_run(len(part))
             metadata = states.alone_metadata(len(part)) if states is not None else {}
-            records.append(_record(model, vllm_config, part, layers, device, metadata))
+            read = (layers, device, metadata)
+            records.append(record_run(model, vllm_config, part, *read, model_config=config))
         return records
 
     candidates: list[Rotation | None] = [None, *declared_rotations(model, config.max_model_len)]
@@ -227,26 +230,33 @@ def probed_positions(max_model_len: int) -> list[int]:
     return sorted(p for p in chosen if p < max_model_len)
 
 
-def _record(
+def record_run(
     model: torch.nn.Module,
     vllm_config: VllmConfig,
     positions: Sequence[int],
     layers: Sequence[str],
     device: torch.device,
     of_states: Mapping[str, object],
+    token_ids: Sequence[int] | None = None,
+    model_config: ModelConfig | None = None,
 ) -> QueryRecorder:
     """Run a token at each of the positions and record every layer's queries and keys.
 
     Args:
-        of_states: metadata of layers with states, for texts of one token.
+        layers: names of the attention layers, in which each token sees itself alone.
+        of_states: metadata of layers with states.
+        token_ids: one per position; None: a token of all of them.
+        model_config: configuration of the model; None: that of the engine's.
     """
+    config = model_config or vllm_config.model_config
     recorder = QueryRecorder(len(positions))
+    last = config.get_vocab_size() - 1
+    token_ids = [7] * len(positions) if token_ids is None else token_ids
     # Of the dtype that vLLM's runners give: a compiled model takes no other.
-    token_id = min(7, vllm_config.model_config.get_vocab_size() - 1)
-    tokens = torch.full((len(positions),), token_id, dtype=torch.int32, device=device)
+    tokens = torch.tensor(token_ids, dtype=torch.int32, device=device).clamp(max=last)
     metadata = {**dict.fromkeys(layers, recorder), **of_states}
     where = torch.tensor(positions, device=device)
-    if rows := mrope_num_dims(vllm_config.model_config.hf_config):
+    if rows := mrope_num_dims(config.hf_config):
         where = where.expand(rows, -1)  # as in text
     with set_forward_context(metadata, vllm_config, num_tokens=len(positions)):
         model(input_ids=tokens, positions=where)

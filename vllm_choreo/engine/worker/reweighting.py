@@ -22,8 +22,8 @@ def reweighting_of(requests: Sequence[RequestSpans], device: torch.device) -> Re
         return None
     is_chosen: list[int] = []
     for request in requests:
-        num_parents = len(request.first_slot) - 1
-        is_chosen += [int(request.weights is not None and j > 0) for j in range(num_parents)]
+        parents = request.parent or range(len(request.first_slot) - 1)
+        is_chosen += [int(request.weights is not None and j > 0) for j in parents]
         is_chosen.append(0)
     weights = torch.tensor([request.weights or (1.0, 1.0) for request in requests])
     temperature, factor = (to_device(column.contiguous(), device) for column in weights.T)

@@ -68,6 +68,7 @@ class StepBatch(NamedTuple):
             memory; for kernels that take tiles an upper bound will do.
         block_table: int32 `[num_reqs, max_blocks]`, on the device.
         device_seq_lens: the very lengths, on the device; needed for tiles.
+        other_tables: block tables of the KV cache groups whose layers have others, by number.
     """
 
     request_ids: Sequence[str]
@@ -75,6 +76,11 @@ class StepBatch(NamedTuple):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     device_seq_lens: torch.Tensor | None = None
+    other_tables: Mapping[int, torch.Tensor] = {}
+
+    def table_of(self, group: int) -> torch.Tensor:
+        """Block table of the layers of a group."""
+        return self.other_tables.get(group, self.block_table)
 
 
 class SpanBatcher:
@@ -116,31 +122,26 @@ class SpanBatcher:
         self.running: Sequence[SpanPlan] | None = None
         self.watch: AttentionWatch | None = None
         self._requests: dict[str, RequestSpans] = {}
-        self._block_ids: dict[str, Sequence[int]] = {}
+        self._block_ids: dict[str, Sequence[Sequence[int]]] = {}
         self._laid_out: list[RequestSpans] = []
         self._groups = [
             _GroupBatcher(self, group, is_tiled, workspace)
             for group in dict.fromkeys(kind.group for kind in self.kinds)
         ]
 
-    @property
-    def rotations(self) -> list[Rotation]:
-        """Rotations that the layers have, each once."""
-        return list({kind.rotation: None for kind in self.kinds if kind.rotation is not None})
-
     def update(
         self,
         started: Mapping[str, RequestSpans],
         finished: Iterable[str],
-        block_ids: Mapping[str, Sequence[int]] | None = None,
+        block_ids: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ) -> None:
         """Take in what the scheduler sent with a step.
 
         Args:
             started: spans of the requests that start, or start again.
             finished: requests that ended.
-            block_ids: block ids of requests that start; needed where the block table lies on a
-                device.
+            block_ids: block ids of requests that start, of each KV cache group; needed where the
+                block table lies on a device.
         """
         for request_id in finished:
             self._requests.pop(request_id, None)
@@ -186,23 +187,34 @@ class SpanBatcher:
             step: the batch.
             positions: int `[..., num_tokens]`, on the device: the virtual indices.
         """
+        shifts = self.shifts(step)
+        if shifts is not None:
+            positions[..., : len(shifts)] += shifts
+
+    def shifts(self, step: StepBatch) -> torch.Tensor | None:
+        """By token, what is added to its virtual index to get its position; None: nothing.
+
+        Returns:
+            int64 `[num_tokens]`, on the device.
+        """
         shifts = [self._requests.get(r, _ORDINARY).shift for r in step.request_ids]
-        if any(shifts):
-            lengths = step.query_start_loc.diff()
-            by_token = torch.tensor(shifts).repeat_interleave(lengths)
-            positions[..., : len(by_token)] += to_device(by_token, positions.device)
+        if not any(shifts):
+            return None
+        by_token = torch.tensor(shifts).repeat_interleave(step.query_start_loc.diff())
+        return to_device(by_token, self.device)
 
-    def host_table(self, step: StepBatch) -> torch.Tensor:
-        """Block table in host memory, as far as planning looks it up."""
-        is_host = step.block_table.device.type == "cpu"
-        return step.block_table if is_host else self._sent_table(step.request_ids)
+    def host_table(self, step: StepBatch, group: int) -> torch.Tensor:
+        """Block table of a group in host memory, as far as planning looks it up."""
+        table = step.table_of(group)
+        return table if table.device.type == "cpu" else self._sent_table(step.request_ids, group)
 
-    def _sent_table(self, request_ids: Sequence[str]) -> torch.Tensor:
+    def _sent_table(self, request_ids: Sequence[str], group: int) -> torch.Tensor:
         """Block table in host memory, as far as the scheduler sent it when requests started.
 
         Later blocks of requests hold own tokens only, which planning does not look up.
         """
-        rows = [int32(self._block_ids.get(request_id, ())) for request_id in request_ids]
+        sent = [self._block_ids.get(request_id, ((),)) for request_id in request_ids]
+        rows = [int32(of_request[group if len(of_request) > 1 else 0]) for of_request in sent]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
@@ -280,7 +292,7 @@ class _GroupBatcher:
         num_tokens[self._own] = own
         spans = SpanBatch(
             query_start_loc=step.query_start_loc,
-            block_table=step.block_table,
+            block_table=step.table_of(self.group),
             block_size=self.batcher.block_size,
             **{**self._columns, "num_tokens": num_tokens},
             reweighting=self._reweighting,
@@ -301,7 +313,8 @@ class _GroupBatcher:
         """Groups of shared reads; planned anew where a request begins to decode, too."""
         counts = counted_queries(spans.query_start_loc)
         if is_new or counts != self._reads_for:
-            in_host = dataclasses.replace(spans, block_table=self.batcher.host_table(step))
+            table = self.batcher.host_table(step, self.group)
+            in_host = dataclasses.replace(spans, block_table=table)
             self._reads = plan_shared_reads(in_host, self._max_partials)
             self._reads_for = counts
         return self._reads

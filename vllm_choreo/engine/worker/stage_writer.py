@@ -45,6 +45,7 @@ class StageWriter:
 
     Args:
         layers: the attention layers, by their names.
+        groups: KV cache group of each layer, by its name.
         before_run: called before the model is run, with the number of tokens and vLLM's request of
             the adapter that is to run them, or None.
     """
@@ -55,9 +56,11 @@ class StageWriter:
         memory: HiddenMemory,
         batcher: SpanBatcher,
         layers: Mapping[str, Attention],
+        groups: Mapping[str, int],
         vllm_config: VllmConfig,
         before_run: Callable[[int, LoRARequest | None], None],
     ) -> None:
+        self._groups = groups
         self._stages = stages
         self._memory = memory
         self._batcher = batcher
@@ -82,8 +85,11 @@ class StageWriter:
         return seen
 
     def _watched(self, watch: Watch, runs: Sequence[StageRun]) -> list[list[float]]:
-        layers = [*self._layers.values()]
-        found = AttentionWatch(layers[index].impl.attention for index in watch.layers)
+        names, spans = [*self._layers], runs[0].spans
+        chosen = [names[index] for index in watch.layers]
+        parents = [spans.of_group(self._groups[name]).parent for name in chosen]
+        layers = [self._layers[name].impl.attention for name in chosen]
+        found = AttentionWatch(zip(layers, parents, strict=True), watch.num_tokens)
         self._batcher.watch = found
         try:
             self._write_all(runs)
@@ -106,7 +112,7 @@ class StageWriter:
         )
         try:
             step, indices = _laid_out(batch, names, device)
-            slots = _slots(batch, batcher.block_size)
+            slots = [to_device(of_group, device) for of_group in _slots(batch, batcher.block_size)]
             positions = to_device(indices, device)
             batcher.place(step, positions)
             if self._num_rows:
@@ -118,7 +124,7 @@ class StageWriter:
                 metadata and dict.fromkeys(self._layers, metadata),
                 self._vllm_config,
                 num_tokens=len(indices),
-                slot_mapping=dict.fromkeys(self._layers, to_device(slots, device)),
+                slot_mapping={name: slots[self._groups[name]] for name in self._layers},
                 skip_compiled=True,
             ):
                 self._before_run(len(indices), batch[0].run.lora)
@@ -174,27 +180,34 @@ def _laid_out(
     """Batch as a step has it, and the virtual index of every token, int64 `[num_tokens]`."""
     counts = torch.tensor([0, *(piece.num_tokens for piece in batch)], dtype=torch.int32)
     seq_lens = torch.tensor([run.first + end for run, _, end in batch], dtype=torch.int32)
-    rows = [torch.tensor(piece.run.blocks, dtype=torch.int32) for piece in batch]
-    table = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    tables = [
+        torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(of_group, dtype=torch.int32) for of_group in of_pieces], batch_first=True
+        )
+        for of_pieces in zip(*(piece.run.blocks for piece in batch), strict=True)
+    ]
+    on_device = [to_device(table, device) for table in tables]
     indices = [torch.arange(run.first + begin, run.first + end) for run, begin, end in batch]
     step = StepBatch(
         names,
         counts.cumsum(0, dtype=torch.int32),
         seq_lens,
-        to_device(table, device),
+        on_device[0],
         to_device(seq_lens, device),
+        dict(enumerate(on_device)),
     )
     return step, torch.cat(indices)
 
 
-def _slots(batch: Sequence[_Piece], block_size: int) -> torch.Tensor:
-    """Slots at which the tokens' keys and values are stored, int64 `[num_tokens]`."""
-    found = []
+def _slots(batch: Sequence[_Piece], block_size: int) -> list[torch.Tensor]:
+    """Slots at which the tokens' keys and values are stored, int64 `[num_tokens]`, by group."""
+    found: list[list[torch.Tensor]] = [[] for _ in batch[0].run.blocks]
     for run, begin, end in batch:
         indices = torch.arange(run.first + begin, run.first + end)
-        blocks = torch.tensor(run.blocks)[indices // block_size]
-        found.append(blocks * block_size + indices % block_size)
-    return torch.cat(found)
+        for slots, of_group in zip(found, run.blocks, strict=True):
+            blocks = torch.tensor(of_group)[indices // block_size]
+            slots.append(blocks * block_size + indices % block_size)
+    return [torch.cat(slots) for slots in found]
 
 
 def _token_ids(batch: Sequence[_Piece]) -> torch.Tensor:

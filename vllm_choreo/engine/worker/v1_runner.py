@@ -12,8 +12,6 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_choreo.engine.speculation import has_layers
-from vllm_choreo.engine.worker.drafting import CallsAlone
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 from vllm_choreo.engine.worker.state_layers import StateBatch
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import BatchDescriptor
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.block_table import BlockTable
 
 
 class ChoreoDispatcher(CudagraphDispatcher):
@@ -40,7 +39,7 @@ class ChoreoDispatcher(CudagraphDispatcher):
 class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
     """The runner V1 on GPU, which takes part where vLLM builds the metadata of a batch."""
 
-    _alone: CallsAlone | None = None  # the calls of a step, as a drafter with layers sees them
+    _shifts: torch.Tensor | None = None  # of a step's tokens, see `SpanBatcher.shifts`
 
     @property
     def graphs(self) -> ChoreoDispatcher:
@@ -51,6 +50,12 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
         width: int = self.input_batch.block_table[0].max_num_blocks_per_req
         return width
 
+    @property
+    def _block_tables(self) -> list[BlockTable]:
+        """Block tables of the batch, by KV cache group."""
+        tables: list[BlockTable] = self.input_batch.block_table.block_tables
+        return tables
+
     def _guard_graphs(self) -> None:
         self.cudagraph_dispatcher.__class__ = ChoreoDispatcher
 
@@ -58,34 +63,35 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
         self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, object], object]:
         if self._in_step:
+            tables = [table.get_device_tensor(num_reqs) for table in self._block_tables]
             step = StepBatch(
                 self.input_batch.req_ids[:num_reqs],
                 self.query_start_loc.cpu[: num_reqs + 1],
                 self.optimistic_seq_lens_cpu[:num_reqs],
-                self.input_batch.block_table[0].get_device_tensor(num_reqs),
+                tables[0],
                 self.seq_lens[:num_reqs],
+                dict(enumerate(tables)),
             )
             rows = self.mrope_positions.gpu if self.uses_mrope else self.positions
             self._lay_out(step, rows)
+            if self.drafter_spans is not None:
+                self.drafter_spans.request_ids = [*step.request_ids]
+                self._shifts = self.batcher.shifts(step)
         by_layer, for_drafter = super()._build_attention_metadata(
             num_tokens, num_reqs, *args, **kwargs
         )
         if self.states is not None:
             num_padded = kwargs.get("num_reqs_padded") or num_reqs
             by_layer |= self.states.metadata(self._state_batch(num_reqs, num_padded))
-        self._alone = None
-        if not (self._in_step and has_layers(self.speculative_config)):
-            return by_layer, for_drafter
-        calls = self.batcher.are_calls(self.input_batch.req_ids[:num_reqs])
-        if not any(calls):
-            return by_layer, for_drafter
-        self._alone = CallsAlone.of(for_drafter, calls, self.cache_config.block_size)
-        return by_layer, self._alone.metadata
+        return by_layer, for_drafter
 
     def _get_positions(self, num_tokens: int | torch.Tensor) -> torch.Tensor:
-        """Extend vLLM's method, by which a drafter gets positions: those of calls begin at 0."""
+        """Extend vLLM's method, by which a drafter gets positions: of calls, virtual indices."""
         positions: torch.Tensor = super()._get_positions(num_tokens)
-        return positions if self._alone is None else self._alone.place(positions, num_tokens)
+        if self._shifts is None:
+            return positions
+        chosen = slice(num_tokens) if isinstance(num_tokens, int) else num_tokens
+        return positions - self._shifts[chosen]
 
     def _state_batch(self, num_reqs: int, num_padded: int) -> StateBatch:
         """Batch of a step, or of a dummy run, for layers with states."""

@@ -113,6 +113,7 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
                 input_batch.seq_lens_cpu_upper_bound[:num_reqs],
                 block_tables[0][:num_reqs],
                 input_batch.seq_lens[:num_reqs],
+                {group: table[:num_reqs] for group, table in enumerate(block_tables)},
             )
             self._lay_out(self._step, input_batch.positions)
         return block_tables, slot_mappings

@@ -66,7 +66,7 @@ def _start_batch(batcher: SpanBatcher, group_heads: int, block_table: torch.Tens
     max_queries = (block_table.shape[1] - num_blocks) * size
     lens = [min(n // group_heads + 1, max_queries) for n in (0, 0, MIN_ROWS, 4 * MIN_ROWS)]
     spans = {str(r): RequestSpans((0,), (base,), (0,), (r,), base) for r in range(_NUM_REQUESTS)}
-    batcher.update(spans, [], dict.fromkeys(spans, (0,) * num_blocks))
+    batcher.update(spans, [], dict.fromkeys(spans, ((0,) * num_blocks,)))
     query_start_loc = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
     seq_lens = torch.tensor(lens, dtype=torch.int32) + base
     device_seq_lens = to_device(seq_lens, batcher.device)

@@ -74,13 +74,26 @@ class ChoreoWorker:
     # -- keys and values that are saved and loaded -------------------------------------------
 
     def choreo_kv_shape(self) -> dict[str, Any]:
-        """`BlockBytes.shape`, and `hidden`: dtype and size of hidden states."""
-        model = self.runner.vllm_config.model_config
+        """`BlockBytes.shape`, `hidden`: dtype and size of hidden states, `StateLayers.shape`."""
+        model, states = self.runner.vllm_config.model_config, self.runner.states
         hidden = str(model.dtype).removeprefix("torch."), model.get_hidden_size()
-        return {**self._block_bytes(in_host=False).shape(), "hidden": hidden}
+        of_state = states.shape() if states is not None else []
+        return {**self._block_bytes(in_host=False).shape(), "hidden": hidden, "states": of_state}
+
+    def choreo_read_state(self, number: int, tensors: Sequence[int]) -> bytes:
+        """Read the tensors `first … last-1` of a state, one after the other."""
+        assert self.runner.states is not None
+        return self.runner.states.read(number, range(*tensors))
+
+    def choreo_write_state(
+        self, data: bytes | memoryview, number: int, tensors: Sequence[int]
+    ) -> None:
+        """Write the bytes of `choreo_read_state` where it finds them."""
+        assert self.runner.states is not None
+        self.runner.states.write(data, number, range(*tensors))
 
     def choreo_read_kv(
-        self, blocks: Sequence[int], parts: Sequence[int], start: int, stop: int
+        self, blocks: Sequence[Sequence[int]], parts: Sequence[int], start: int, stop: int
     ) -> bytes:
         """Read keys and values of the KV cache, as `BlockBytes.read` does."""
         first, last = parts
@@ -90,7 +103,7 @@ class ChoreoWorker:
         self,
         data: bytes | memoryview,
         heads: Sequence[int],
-        place: tuple[Sequence[int], bool],
+        place: tuple[Sequence[Sequence[int]], bool],
         parts: Sequence[int],
         start: int,
         stop: int,
@@ -98,7 +111,7 @@ class ChoreoWorker:
         """Write keys and values, as `BlockBytes.write` does.
 
         Args:
-            place: the blocks, and whether they are of host memory.
+            place: the blocks of each KV cache group, and whether they are of host memory.
         """
         blocks, in_host = place
         first, last = parts
@@ -131,9 +144,11 @@ class ChoreoWorker:
         layers = list(runner.layers.values())
         caches = runner.kv_caches_by_layer
         if in_host:
-            assert runner.host_blocks is not None, "the scheduler has a host tier"
-            caches = runner.host_blocks.copies
+            caches = runner.host_copies_by_layer
         size, impls = parallel.tensor_parallel_size, [layer.impl for layer in layers]
         quantized = [impl.attention.quantized for impl in impls if impl.attention.quantized]
         layout, value_size = impls[0].layout, impls[0].value_size
-        return BlockBytes(caches, layout, parallel.rank % size, size, quantized, value_size)
+        return BlockBytes(
+            *(caches, layout, parallel.rank % size, size, quantized, value_size),
+            [runner.groups[name] for name in runner.layers],
+        )

@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,9 @@ def main(args: argparse.Namespace) -> int:
     warm_up(engine, MODES)
     print(f"\n{comparison_text(compare_first(engine, TASKS[0].question, AGENTS[:2]))}\n")
     print(
-        f"Now {_num_all(tasks)} calls of two workflows, both ways, from empty caches.", flush=True
+        f"Now {_num_all(tasks)} calls of two workflows, both ways, from empty caches.\n"
+        f"Results go to {args.out}.",
+        flush=True,
     )
     runs = _run_all(llm, tasks)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -151,6 +154,7 @@ def main(args: argparse.Namespace) -> int:
 def _run_all(llm: LLM, tasks: Sequence[DemoTask]) -> list[dict[str, Transcript]]:
     """Run each task in both modes, which take turns at being the first."""
     runs: list[dict[str, Transcript]] = []
+    began = time.perf_counter()
     with progress_bar(_num_all(tasks)) as bar:
         for i, task in enumerate(tasks):
             order = MODES if i % 2 == 0 else MODES[::-1]
@@ -160,7 +164,15 @@ def _run_all(llm: LLM, tasks: Sequence[DemoTask]) -> list[dict[str, Transcript]]
                 run[mode] = _run_task(llm, task, mode, lambda step: bar.update())
             _check_comparable(run)
             runs.append(run)
+            _tell_progress(len(runs), len(tasks), time.perf_counter() - began)
     return runs
+
+
+def _tell_progress(num_done: int, num_tasks: int, seconds: float) -> None:
+    """Print a line where there is no terminal on which the bar would be seen."""
+    if not sys.stderr.isatty():
+        left = seconds / num_done * (num_tasks - num_done)
+        print(f"{num_done} of {num_tasks} tasks, about {left:.0f} s left", flush=True)
 
 
 def progress_bar(num_calls: int, file: TextIO | None = None) -> tqdm[Any]:

@@ -8,8 +8,10 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_choreo.api.pair_rules import PairRules
 from vllm_choreo.cli.arguments import add_model, add_out
 from vllm_choreo.cli.numbers import natural, positive
+from vllm_choreo.lab.cli.roles import add_roles
 from vllm_choreo.lab.cli.sets import DEFAULT_MAX_TOKENS, DEFAULT_SHORT_TOKENS, SETS
 from vllm_choreo.lab.workflows.prisoners_dilemma import LEAKS, NAMES, STRATEGIES
 from vllm_choreo.lab.workflows.variants import LAYOUTS, VARIANTS
@@ -118,6 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "baseline: as text; both: choreo and baseline, one after the other",
     )
     _add_adapter(common)
+    add_roles(common)
     add_repair(common, "of choreographed runs")
     add_sampling(common, None, "0, or 0.7 where calls ask the same")
     common.add_argument(
@@ -190,7 +193,7 @@ def add_repair(
         "--repair",
         metavar="RULE",
         help=f"which tokens of its parents a call encodes anew (docs/repair.md), {of}: "
-        "first:32, all, as JSON, or the file of a policy",
+        "first:32, all, as JSON, the file of a policy or a pair, or a folder of pairs",
         action=action,
         default=[] if action == "append" else None,
     )
@@ -213,6 +216,9 @@ def repair_of(text: str) -> RepairGiven:
     Raises:
         RepairError: the text gives no rule, or runs, which are those of one call.
     """
+    if Path(text).is_dir():
+        PairRules.in_folder(Path(text))
+        return Path(text)
     given = text if names_file(text) else rule_given(text)
     session_rule(given, "choreo")
     assert not isinstance(given, list), "runs are refused"

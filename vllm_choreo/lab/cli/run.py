@@ -23,6 +23,7 @@ from vllm_choreo.cli.engine import (
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.options import add_arguments, repair_of
 from vllm_choreo.lab.cli.report import Result, facts_of, save_page, save_transcript, table
+from vllm_choreo.lab.cli.roles import Players, RoleEngine, players_of, role_adapters
 from vllm_choreo.lab.cli.task import Task, program_of
 from vllm_choreo.lab.cli.tasks import tasks_of
 from vllm_choreo.transcript.transcript import Step, Transcript
@@ -47,10 +48,12 @@ def main(args: argparse.Namespace) -> int:
         ChoreoError: the arguments do not make sense, or the engine does not start.
     """
     _check_server(args)
-    options = _options(args)
+    options, players = _options(args), players_of(args)
     tasks = tasks_of(args)
     make_folder(args.out)
-    return run_tasks(_engine(args, options), tasks, args.workflow, modes_of(args.mode), args.out)
+    own = _engine(args, options, players)
+    engine: Engine = RoleEngine(own, players) if players else own
+    return run_tasks(engine, tasks, args.workflow, modes_of(args.mode), args.out)
 
 
 def _check_server(args: argparse.Namespace) -> None:
@@ -68,12 +71,15 @@ def _check_server(args: argparse.Namespace) -> None:
             raise ChoreoError(f"a server has its own: leave out --{name.replace('_', '-')}")
 
 
-def _engine(args: argparse.Namespace, options: Mapping[str, Any]) -> Engine:
+def _engine(
+    args: argparse.Namespace, options: Mapping[str, Any], players: Players
+) -> LocalEngine | RemoteEngine:
     if args.server is not None:
         api_key = args.api_key or os.environ.get("VLLM_API_KEY")
         return RemoteEngine(args.server, api_key, options)
     max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
     adapters = [options["adapter"]] if "adapter" in options else []
+    adapters = list(dict.fromkeys([*adapters, *role_adapters(players)]))
     memory = memory_for([options.get("repair")])
     llm = start_engine(args.model, max_model_len, bool(args.replay), adapters, **memory)
     return LocalEngine(llm, options)

@@ -16,7 +16,7 @@ from vllm_choreo.ops.spans import SpanBatch
 from vllm_choreo.ops.tile_planner import plan_tiles
 from vllm_choreo.ops.tiles import MIN_ROWS, Tiles
 from vllm_choreo.ops.triton.kernels import attend_tiles, merge_partials
-from vllm_choreo.ops.triton.tuning import arch_of, launch_of
+from vllm_choreo.ops.triton.tuning import arch_of, tuning_of
 
 # What the interpreter is told to fill, so that small tests are split as well.
 _PROGRAMS_ON_CPU = 16
@@ -34,7 +34,7 @@ def _num_programs(num_rows: int, row_bytes: int, device: torch.device) -> int:
     if device.type != "cuda":
         return _PROGRAMS_ON_CPU
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * launch_of(num_rows, row_bytes, arch_of(device)).num_programs
+    return processors * tuning_of(num_rows, row_bytes, arch_of(device)).num_programs
 
 
 def _row_bytes(head_size: int, dtype: torch.dtype) -> int:
@@ -186,7 +186,7 @@ def span_attention(
             WIDEN=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
             FORMAT=encoding,
             num_stages=_NUM_STAGES,
-            **launch_of(tile_class.num_rows, row_bytes, arch).options(),
+            **tuning_of(tile_class.num_rows, row_bytes, arch).options(),
         )  # fmt: skip
     if tiles.num_partials:
         merge_partials[(tiles.merged_query.numel(), num_heads)](

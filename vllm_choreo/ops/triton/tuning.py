@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tiles are launched: warps, registers, and how many programs a multiprocessor then holds.
 
-By what `make gpu-check` says of them, which also holds `Launch.num_programs` to be true. A program
+By what `make gpu-check` says of them, which also holds `TileTuning.num_programs` to be true. A program
 loads a chunk, waits, and computes with it: so what counts in decoding is how many run side by side,
 and what counts in prefilling is how few instructions a chunk takes.
 """
@@ -20,13 +20,13 @@ _MIDDLE_ROWS = 4 * MIN_ROWS
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How tiles of some rows are launched.
+class TileTuning:
+    """Choice of how tiles of some rows are launched.
 
     Attributes:
-        num_warps: of a program.
-        max_registers: of a thread; None: as many as the compiler likes.
-        num_programs: that a multiprocessor holds at least.
+        num_warps: warps of a program.
+        max_registers: registers of a thread; None: as many as the compiler likes.
+        num_programs: programs that a multiprocessor holds at least.
     """
 
     num_warps: int
@@ -39,21 +39,21 @@ class Launch:
         return given if self.max_registers is None else {**given, "maxnreg": self.max_registers}
 
 
-def launch_of(num_rows: int, row_bytes: int, arch: int) -> Launch:
-    """How tiles are launched.
+def tuning_of(num_rows: int, row_bytes: int, arch: int) -> TileTuning:
+    """Choose how tiles are launched.
 
     Args:
-        row_bytes: of a query's head, padded to a power of two.
+        row_bytes: bytes of a query's head, padded to a power of two.
         arch: compute capability without the point; 0: the interpreter.
     """
     if num_rows == MIN_ROWS:
         if arch in (80, 90) and row_bytes <= 256:
-            return Launch(4, 128, 4)
-        return Launch(4, None, 2 if row_bytes <= 256 else 1)
+            return TileTuning(4, 128, 4)
+        return TileTuning(4, None, 2 if row_bytes <= 256 else 1)
     if num_rows == _MIDDLE_ROWS and arch in (80, 90) and row_bytes <= 256:
         # wgmma takes 64 rows to a group of four warps: of two groups both would compute all of it.
-        return Launch(4, None, 2)
-    return Launch(8, None, 1)
+        return TileTuning(4, None, 2)
+    return TileTuning(8, None, 1)
 
 
 @functools.cache

@@ -57,6 +57,13 @@ class ServerPrompts:
         """A schema as a tree, with tokens, positions, and what is encoded."""
         return str(self.schema(name)["outline"])
 
+    def prefetch(self, name: str, module: str) -> int:
+        """Bring the unions around a module into the KV cache, as `PromptCache.prefetch` does.
+
+        They are those of the client's session, in which its prompts run.
+        """
+        return self._done(_prefetching(self._client.session, name, module))
+
     def unregister(self, name: str) -> None:
         """Delete a schema, and free its messages in all sessions of the tenant."""
         self._done(_deleting(name))
@@ -93,6 +100,10 @@ class AsyncServerPrompts:
     async def show(self, name: str) -> str:
         """Show a schema as a tree: `ServerPrompts.show`."""
         return str((await self.schema(name))["outline"])
+
+    async def prefetch(self, name: str, module: str) -> int:
+        """Bring the unions around a module into the KV cache: `ServerPrompts.prefetch`."""
+        return await self._done(_prefetching(await self._client.open(), name, module))
 
     async def unregister(self, name: str) -> None:
         """Delete a schema: `ServerPrompts.unregister`."""
@@ -136,6 +147,12 @@ def _listing() -> Exchange[list[dict[str, Any]]]:
 
 def _reading(name: str) -> Exchange[dict[str, Any]]:
     return Exchange(Request("GET", _path(name)), lambda answer, _: dict(answer))
+
+
+def _prefetching(session: str, name: str, module: str) -> Exchange[int]:
+    body = {"module": module, "session": session}
+    request = Request("POST", f"{_path(name)}/prefetch", exchanges.json_of(body, "module"))
+    return Exchange(request, lambda answer, _: int(answer["encoded"]))
 
 
 def _deleting(name: str) -> Exchange[None]:

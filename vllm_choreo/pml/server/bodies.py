@@ -41,6 +41,19 @@ class SchemaBody(BodyModel):
     )
 
 
+class PrefetchBody(BodyModel):
+    """Unions of a schema to bring into the KV cache."""
+
+    module: str = Field(
+        max_length=4096,
+        description="The path of a module in one of them; all members of these unions are brought.",
+        examples=["plan/tokyo"],
+    )
+    session: str | None = Field(
+        None, max_length=256, description="By default the session of requests that name none."
+    )
+
+
 class PromptBody(BodyModel):
     """A prompt of a registered schema."""
 
@@ -132,6 +145,15 @@ class DeletedSchemaAnswer(AnswerObject):
     id: str
     object: Literal["choreo.schema.deleted"]
     deleted: Literal[True]
+
+
+class PrefetchedAnswer(AnswerObject):
+    """Unions of a schema that are in the KV cache now."""
+
+    id: Annotated[str, Doc("The name of the schema.")]
+    object: Literal["choreo.schema.prefetched"]
+    module: str
+    encoded: Annotated[int, Doc("Segments that were encoded for the first time.")]
 
 
 class PromptUsageAnswer(UsageAnswer):

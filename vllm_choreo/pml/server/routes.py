@@ -22,6 +22,8 @@ from vllm_choreo.pml.server.bodies import (
     Context,
     DeletedSchemaAnswer,
     ModuleAnswer,
+    PrefetchBody,
+    PrefetchedAnswer,
     PromptAnswerBody,
     PromptBody,
     SchemaAnswer,
@@ -93,6 +95,32 @@ async def delete_schema(request: Request, name: SchemaPath) -> JsonAnswer[Delete
     """Forget a schema of yours, and free its messages in all of your sessions."""
     await _schemas(request).delete(tenant_of(request), name)
     return JsonAnswer({"id": name, "object": "choreo.schema.deleted", "deleted": True})
+
+
+@router.post(
+    "/schemas/{name}/prefetch",
+    summary="Prefetch a union",
+    responses=responses.errors(404, 409, 413, 429),
+)
+async def prefetch_union(
+    request: Request, name: SchemaPath, body: PrefetchBody
+) -> JsonAnswer[PrefetchedAnswer]:
+    """Bring all members of the unions around a module into the KV cache.
+
+    Members that were never encoded are encoded, and those that were evicted come back.
+    """
+    schemas, session = _schemas(request), _session(request, body.session)
+    schemas.named(session.tenant, name)
+    with session.used():
+        encoded = await schemas.of_session(session).prefetch(name, body.module)
+    return JsonAnswer(
+        {
+            "id": name,
+            "object": "choreo.schema.prefetched",
+            "module": body.module,
+            "encoded": encoded,
+        }
+    )
 
 
 def _short_json(served: ServedSchema) -> ShortSchemaAnswer:

@@ -141,6 +141,17 @@ class SessionPrompts(AsyncPromptCache):
                     continue
                 del self._book.handles[key]
 
+    async def prefetch(self, name: str, module: str) -> int:
+        """Bring the unions around a module into the KV cache: `PromptCache.prefetch`."""
+
+        def found() -> tuple[list[EncodingKey], list[EncodingKey]]:
+            keys = self._book.named(name).union_keys(module)
+            return keys, self._book.with_needs(keys)
+
+        keys, needed = await self._work.run(self._tenant, found)
+        self._drop_freed(needed)
+        return await self._prefetch(keys)
+
     async def _submit(self, key: EncodingKey, call: dict[str, Any]) -> Pending:
         tokens = call.pop("tokens")
         spec = submitted_spec(None, tokens, call)

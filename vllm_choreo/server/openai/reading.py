@@ -18,8 +18,9 @@ from vllm_choreo.errors import (
 )
 from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.semantics.naming import ParentSpan
-from vllm_choreo.server.body import check_num_bytes, parse_body
+from vllm_choreo.server.body import check_num_bytes, parse_body, suggestion
 from vllm_choreo.server.guard import choreo_keys
+from vllm_choreo.server.openai.auto_options import AUTO_KEYS
 from vllm_choreo.server.schemas import MAX_PARENTS
 from vllm_choreo.server.tenants import tenant_of
 from vllm_choreo.server.wings import Body, prompt_arguments
@@ -107,7 +108,9 @@ def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     for key in choreo_keys(xargs):
         if key not in keys and key != SESSION_KEY:
             raise ChoreoError(
-                f"unknown key; the keys are {', '.join((*keys, SESSION_KEY))}",
+                f"unknown key {key!r}{suggestion(key, [*keys, *AUTO_KEYS])}; the keys are "
+                f"{', '.join((*keys, SESSION_KEY))}, and of chats that name no parents "
+                f"{', '.join(AUTO_KEYS)}",
                 parameter=f"vllm_xargs.{key}",
                 value=xargs[key],
             )

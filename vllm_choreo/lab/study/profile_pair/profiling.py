@@ -110,6 +110,21 @@ class Profiling:
         others = {cell_name(layers): found for layers, found in self.answered.items() if layers}
         return rows_of({TEXT: self.text, CHOREOGRAPHED: plain, **others})
 
+    def inputs(self) -> list[dict[str, Any]]:
+        """Every cell problem by problem: one mean hides inputs that lose much.
+
+        Returns:
+            For each cell `layers`; `kl`, nats per token of each problem; `closed`, the share of the
+            distance between plain reading and the own encoding; None: they do not differ.
+        """
+        plain = [_per_token(one) for one in self.found[PLAIN]]
+        found = []
+        for layers, judged in self.found.items():
+            kls = [_per_token(one) for one in judged]
+            closed = [1.0 - kl / its if its else None for kl, its in zip(kls, plain, strict=True)]
+            found.append({"layers": layers, "kl": kls, "closed": closed})
+        return found
+
     def _cell(self, layers: Ranges) -> Cell:
         name, plain = cell_name(layers), self.found[PLAIN]
         judged = self.answered.get(layers, self.found[layers])
@@ -175,6 +190,11 @@ def contiguous(cells: Iterable[Cell]) -> Mapping[int, Cell]:
         if len(cell.layers) == 1 and is_better:
             best[count] = cell
     return best
+
+
+def _per_token(one: Judged) -> float:
+    """Nats per token of a problem."""
+    return (one.kl or 0.0) / one.num_tokens if one.num_tokens else 0.0
 
 
 def _num_read(said: Transcript) -> float:

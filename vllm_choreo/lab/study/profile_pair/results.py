@@ -7,14 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, quantiles
 from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
 from vllm_choreo.cli.engine import LocalEngine
+from vllm_choreo.lab.cli.report import aligned
 from vllm_choreo.lab.report.pair import pair_html
-from vllm_choreo.lab.study.profile_pair.cell_arms import Pair
+from vllm_choreo.lab.study.profile_pair.cell_arms import Pair, cell_name
 from vllm_choreo.lab.study.profile_pair.grid import coarse
 from vllm_choreo.lab.study.profile_pair.profiling import (
     PLAIN,
@@ -109,7 +110,7 @@ def measure(
         for one in others:
             other = Profiling(llm, pair, one, bar.update, num_together)
             other.answer(asked)
-            checked.append({"name": one.name, "rows": other.rows()})
+            checked.append({"name": one.name, "rows": other.rows(), "inputs": other.inputs()})
     return Tried(found, checked, layer_map, num_layers)
 
 
@@ -143,7 +144,7 @@ def write_profile(
     )
     if is_timed:
         result.save(out / PROFILE)
-    sets = [{"name": learnt.name, "rows": found.rows()}, *tried.checked]
+    sets = [{"name": learnt.name, "rows": found.rows(), "inputs": found.inputs()}, *tried.checked]
     data = {
         "format": FORMAT,
         "facts": LocalEngine(llm).facts(()) | pair.names,
@@ -155,8 +156,24 @@ def write_profile(
     write_results(out, NUMBERS, data, pair_html(data, advice))
     columns = ("right", "difference", "KL", "KL gap", "encoded", "TTFT")
     print(scores_table(sets, {"layers anew": "arm"}, columns))
+    print(f"\n{inputs_table(sets)}")
     print(f"{advice}\n\nOpen {out / PAGE}")
     return 0 if chosen is not None else 1
+
+
+def inputs_table(sets: Sequence[Mapping[str, Any]]) -> str:
+    """Shares of the distance that cells close on single inputs: quartiles and the worst."""
+    lines = [("set", "layers anew", "least", "first quartile", "median", "third quartile", "most")]
+    for one in sets:
+        answered = {row["arm"] for row in one["rows"]}
+        for cell in one["inputs"]:
+            name, closed = cell_name(cell["layers"]), [c for c in cell["closed"] if c is not None]
+            if name in answered and closed and cell["layers"]:
+                least, most = min(closed), max(closed)
+                ends = quantiles(closed, n=4, method="inclusive") if len(closed) > 1 else closed * 3
+                shares = [f"{100 * share:.0f} %" for share in (least, *ends, most)]
+                lines.append((one["name"], name, *shares))
+    return aligned(lines, num_names=2)
 
 
 def _thinned(best: Sequence[Cell]) -> list[Cell]:
