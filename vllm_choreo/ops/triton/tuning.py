@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tiles are launched: warps, registers, and how many programs a multiprocessor then holds.
 
-By what `make gpu-check` says of them, which also holds `TileTuning.num_programs` to be true. A program
-loads a chunk, waits, and computes with it: so what counts in decoding is how many run side by side,
+By what `make gpu-check` says of them, which also holds `TileTuning.num_programs` to be true. A
+program loads a chunk, waits, and computes with it: so what counts in decoding is how many run side by side,
 and what counts in prefilling is how few instructions a chunk takes.
 """
 
