@@ -7,9 +7,9 @@ import dataclasses
 
 import torch
 
-from benchmarks.gpu.model import Model, Shape
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.toy_engine import BLOCK_SIZE, Tokens, ToyEngine
+from benchmarks.gpu.transformer import Model, Shape
 
 # Relative, of logits after two layers.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

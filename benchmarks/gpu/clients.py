@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.model import Attend
 from benchmarks.gpu.toy_engine import SpanAttention, Step, Tokens, ToyEngine
+from benchmarks.gpu.transformer import Attend
 
 
 @dataclass(frozen=True, eq=False)

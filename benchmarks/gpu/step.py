@@ -16,9 +16,9 @@ from benchmarks.gpu import chain
 from benchmarks.gpu.cases import Heads
 from benchmarks.gpu.clients import Choreographed, Client, ReEncoded
 from benchmarks.gpu.measure import Clock, Floors, measure_floors
-from benchmarks.gpu.model import Model, Shape
 from benchmarks.gpu.report import Bar, Report, Sheet
 from benchmarks.gpu.toy_engine import BLOCK_SIZE, ToyEngine
+from benchmarks.gpu.transformer import Model, Shape
 from benchmarks.harness.stats import median
 from benchmarks.harness.tables import with_spread
 from vllm_choreo.lab.problems import algebra
@@ -76,7 +76,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
     sheet, rounds = report.sheet("step", COLUMNS), report.sheet("step_rounds", ROUND_COLUMNS)
     cost_model = _CostModel(shape, dtype, floors)
     lines: list[tuple[object, ...]] = []
-    for name, workflow in _workflows(is_tiny).items():
+    for name, workflow in paper_workflows(is_tiny).items():
         runs: list[Run] = []
         # The first run compiles; the interpreter has nothing to compile.
         for number in range(1 if report.is_dry else 0, args.workflow_repeats + 1):
@@ -91,8 +91,8 @@ def run(report: Report, args: argparse.Namespace) -> None:
     report.table("Workflows, whole transformer", HEAD, lines)
 
 
-def _workflows(is_tiny: bool) -> dict[str, Callable[[Any], Any]]:
-    """With answers as long as those of the paper, or a few tokens."""
+def paper_workflows(is_tiny: bool) -> dict[str, Callable[[Any], Any]]:
+    """The workflows of Table 5, with answers as long as those of the paper, or a few tokens."""
     question = algebra(1)[0].question + ("" if is_tiny else ADVICE)
     long, short = ({"max_tokens": n} for n in ((6, 4) if is_tiny else (400, 100)))
     sizes = (2, 2, 1, 2, 2) if is_tiny else (8, 4, 3, 3, 3)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from benchmarks.gpu.model import Attend, Model, rope_frequencies
+from benchmarks.gpu.transformer import Attend, Model, rope_frequencies
 from vllm_choreo.ops import (
     LayerAttention,
     Layout,

@@ -18,7 +18,7 @@ RESULTS = BENCHMARKS / "results"
 RESULTS_PAGE = BENCHMARKS / "RESULTS.md"
 # All pages whose tables are made of the CSV files.
 _DOCS = BENCHMARKS.parent / "docs"
-PAGES = (RESULTS_PAGE, *(_DOCS / name for name in ("papers.md", "fleet.md", "models.md")))
+PAGES = (RESULTS_PAGE, *(_DOCS / name for name in ("papers.md", "fleet.md", "models.md", "gpu.md")))
 
 
 def machine() -> dict[str, Any]:
@@ -99,7 +99,7 @@ def machines_in_words(rows: Sequence[Mapping[str, str]]) -> str:
         machine = ", ".join(form.format(row[key]) for key, form in _MACHINE.items() if row.get(key))
         found.setdefault(machine, []).append(f"`{row['command']}`" if "command" in row else "")
     lines = (
-        ", ".join([*filter(None, dict.fromkeys(commands)), machine])
+        ", ".join(filter(None, [*dict.fromkeys(commands), machine]))
         for machine, commands in found.items()
     )
     return " ".join(f"{line}." for line in lines)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness import record
-from benchmarks.harness.record import PAGES, RESULTS_PAGE, write_csv
+from benchmarks.harness.record import PAGES, RESULTS, RESULTS_PAGE, write_csv
 from benchmarks.harness.tables import (
     Table,
     as_text,
@@ -43,11 +44,13 @@ def test_pages_hold_what_the_csv_files_say(path: Path) -> None:
     assert len(page.splitlines()) <= MOST_LINES
 
 
-def test_pictures_of_the_page_are_there_and_all_of_them_are_shown() -> None:
-    page, folder = RESULTS_PAGE.read_text(), RESULTS_PAGE.parent / "results"
-    for picture in folder.glob("*.png"):
-        assert f"](results/{picture.name})" in page
-    assert page.count("![") == len(list(folder.glob("*.png")))
+def test_pictures_of_the_pages_are_there_and_all_of_them_are_shown() -> None:
+    shown = [
+        (page.parent / picture).resolve()
+        for page in PAGES
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text())
+    ]
+    assert sorted(shown) == sorted(RESULTS.glob("*.png"))
 
 
 def test_every_csv_file_has_a_table() -> None:

@@ -14,7 +14,7 @@ from tests.ops.cases import GPU, TOLERANCE, Case, ints, make_case, make_rotation
 from tests.ops.test_sharing import WORKLOADS as SHARED
 from tests.ops.test_sharing import shared_case, shared_reads
 from tests.ops.test_span_attention import WORKLOADS
-from vllm_choreo.ops import Layout, reposition_keys, span_attention, triton
+from vllm_choreo.ops import Layout, SpanBatch, reposition_keys, span_attention, triton
 from vllm_choreo.ops.sharing import PARTIAL_BYTES
 from vllm_choreo.ops.tile_planner import plan_tiles
 
@@ -124,7 +124,7 @@ def test_every_token_of_a_tile_is_in_one_item(num_programs):
     batch = case.batch
     reads = shared_reads(batch)
     tiles = plan_tiles(batch, reads, num_heads=6, num_kv_heads=2, max_rows=64,
-                       num_programs=num_programs, device="cpu")  # fmt: skip
+                       num_programs=lambda rows: num_programs, device="cpu")  # fmt: skip
     segments = tiles.segments.tolist()
     items = [item for tile_class in tiles.classes for item in tile_class.items.tolist()]
     listed = sorted(s for item in items for s in range(*item[1:3]))
@@ -143,6 +143,28 @@ def test_every_token_of_a_tile_is_in_one_item(num_programs):
                             int(tiles.query_end[request]) - 1 - query
                         )
     assert list(seen.values()) == batch.materialize_mask().sum(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "num_shares"), [(1, 12), (3, 10), (20, 3), (33, 1), (40, 4), (66, 1), (500, 1)]
+)
+def test_a_launch_is_split_so_that_it_ends_soonest(num_tiles, num_shares):
+    """Where 33 items run at once; no item is shorter than 256 tokens."""
+    num_tokens = 256 * 12
+    blocks = [range(192 * r, 192 * (r + 1)) for r in range(num_tiles)]
+    counts = [num_tokens] * num_tiles
+    batch = SpanBatch(
+        torch.arange(num_tiles + 1, dtype=torch.int32),
+        torch.tensor([list(of_tile) for of_tile in blocks], dtype=torch.int32),
+        torch.arange(num_tiles + 1, dtype=torch.int32),
+        *(torch.tensor(x, dtype=torch.int32) for x in ([0] * num_tiles, counts)),
+        *(torch.zeros(num_tiles, dtype=torch.int32) for _ in range(2)),
+        16,
+    )
+    tiles = plan_tiles(batch, None, num_heads=32, num_kv_heads=8, max_rows=64,
+                       num_programs=lambda rows: 33 * 8, device="cpu")  # fmt: skip
+    (tile_class,) = tiles.classes
+    assert len(tile_class.items) == num_tiles * num_shares
 
 
 def test_partial_results_go_where_they_are_told():

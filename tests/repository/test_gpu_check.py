@@ -51,7 +51,7 @@ def test_the_loop_with_the_products_is_the_one_that_is_judged() -> None:
     [
         ({"spill_bytes": 8}, "8 bytes of spills, 0 before"),
         ({"loop_local": 1}, "1 accesses to spills in its loop, 0 before"),
-        ({"programs": 1}, "1 programs fewer on a multiprocessor, 2 before"),
+        ({"programs": 1}, "a multiprocessor holds 1 programs of it, 2 before"),
         ({"loop": 600}, "600 operations in its loop, 584 before"),
     ],
 )

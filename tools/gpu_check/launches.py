@@ -30,6 +30,7 @@ from vllm_choreo.ops import (
     reposition_keys,
     span_attention,
 )
+from vllm_choreo.ops.triton.tuning import arch_of
 
 _PARENT_BLOCKS = 32  # of the message that all requests read
 
@@ -76,6 +77,7 @@ def compile_launches(shape: AttentionShape, arch: int) -> list[Launch]:
     """
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(_AbsentGPU(arch))
+    arch_of.cache_clear()
     with _launches_only_compile() as found:
         _launch_attention(shape)
         _launch_moves(shape)

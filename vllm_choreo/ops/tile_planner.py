@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,10 @@ from vllm_choreo.ops.tiles import MIN_ROWS, MIN_SPLIT_TOKENS, TileClass, Tiles
 
 # Items begin at multiples of this within their tile, so that programs load whole chunks.
 SPLIT_UNIT = 64
+# Tokens that could be read in the time in which a program begins an item.
+_ITEM_TOKENS = 128
+# Items of a launch, in multiples of what runs at once, up to which finer ones are tried.
+_MOST_WAVES = 5
 
 
 def plan_tiles(
@@ -23,7 +28,7 @@ def plan_tiles(
     num_heads: int,
     num_kv_heads: int,
     max_rows: int,
-    num_programs: int,
+    num_programs: Callable[[int], int],
     device: torch.device | str,
     max_partials: int | None = None,
     window: int | None = None,
@@ -35,7 +40,8 @@ def plan_tiles(
         reads: ``plan_shared_reads`` of the batch; None: each request reads for itself.
         num_heads, num_kv_heads: heads of the layer (of this worker's share of it).
         max_rows: rows of a tile at most, a power of two; more where one query has more heads.
-        num_programs: programs that the device runs at once; more work than that is not split.
+        num_programs: function of a number of rows: programs of such tiles that the device runs at
+            once.
         device: device of the plan's tensors.
         max_partials: rows of partial results that there is room for. If they would be more, long
             tiles are not split, then groups not read together.
@@ -43,7 +49,7 @@ def plan_tiles(
             a tile sees are left out of its segments.
     """
     check_reads(batch, reads)
-    group_heads, num_items = num_heads // num_kv_heads, num_programs // num_kv_heads
+    group_heads = num_heads // num_kv_heads
     alone, apart = list(_alone(batch)), []
     groups = alone
     if reads is not None:
@@ -51,13 +57,16 @@ def plan_tiles(
         groups, apart = groups[: reads.first_chosen], groups[reads.first_chosen :]
     # Together and split, together, alone and split, alone: that leaves no partial results at all,
     # but of spans that count by other weights.
-    for found, items in ((groups, num_items), (groups, 1), (alone, num_items), (alone, 0)):
+    for found, is_split in ((groups, True), (groups, False), (alone, True), (alone, False)):
         planner = _Planner(batch, group_heads, max_rows, window)
         for g, group in enumerate(found):
             planner.add_group(group, has_own=g < batch.num_reqs)
         for group in apart:
             planner.add_group(group, has_own=False, is_chosen=True)
-        planner.split(items)
+        if is_split:
+            planner.split(lambda rows: num_programs(rows) // num_kv_heads)
+        else:
+            planner.split(lambda rows: 0)
         if max_partials is None or planner.num_partials <= max_partials:
             break
     return planner.finish(device)
@@ -174,13 +183,22 @@ class _Planner:
 
     # -- items -------------------------------------------------------------------------------
 
-    def split(self, num_items: int) -> None:
-        """Share out the tokens of long tiles, for about `num_items` items in all."""
-        target = sum(tile.cost for tile in self.tiles) / max(num_items, 1)
+    def split(self, num_slots: Callable[[int], int]) -> None:
+        """Share out the tokens of long tiles.
+
+        Tiles of one size are a launch, and launches run one after the other: so each of them is to
+        fill the device.
+
+        Args:
+            num_slots: function of a number of rows: items of such tiles that run at once; 0: do not
+                split.
+        """
+        by_size: dict[int, list[_Tile]] = {}
         for tile in self.tiles:
-            wanted = int(tile.cost / max(target, 1)) if num_items else 1
-            num_splits = max(1, min(wanted, tile.num_tokens // MIN_SPLIT_TOKENS))
-            self._split(tile, num_splits)
+            by_size.setdefault(tile.num_rows, []).append(tile)
+        for num_rows, tiles in by_size.items():
+            for tile, count in zip(tiles, _num_shares(tiles, num_slots(num_rows)), strict=True):
+                self._split(tile, count)
         num_results: dict[int, int] = {}
         for tile in self.tiles:
             for query, _, _ in tile.queries:
@@ -284,6 +302,34 @@ class _Planner:
             for index, (tile, base) in enumerate(tiles)
             for i, (first, end, own, share, shares) in enumerate(tile.items)
         ]  # fmt: skip
+
+
+def _num_shares(tiles: Sequence[_Tile], num_slots: int) -> list[int]:
+    """Into how many items each tile of a launch is split.
+
+    So that all items run at once, if they fill the device then. Else finer ones may end sooner: 40
+    equal tiles of which 33 run at once take twice their time, in 4 items each 5 quarters of it.
+    """
+    total = sum(tile.cost for tile in tiles)
+    if not num_slots or not total:
+        return [1] * len(tiles)
+    begin = _ITEM_TOKENS * (tiles[0].num_rows + MIN_ROWS)
+    best, least = [1] * len(tiles), math.inf
+    for waves in range(1, _MOST_WAVES + 1):
+        counts = [
+            max(1, min(tile.cost * num_slots * waves // total, tile.num_tokens // MIN_SPLIT_TOKENS))
+            for tile in tiles
+        ]
+        longest = max(tile.cost / count for tile, count in zip(tiles, counts, strict=True))
+        mean = total / sum(counts)
+        # The items but the longest, as if they were equal, then what that one takes more.
+        time = math.ceil(sum(counts) / num_slots) * (mean + begin) + longest - mean
+        if time < least:
+            best, least = counts, time
+        is_full = 0.9 * num_slots <= sum(counts) <= num_slots
+        if is_full or len(tiles) > _MOST_WAVES * num_slots:
+            break
+    return best
 
 
 def _power_of_two(n: int) -> int:

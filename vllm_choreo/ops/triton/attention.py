@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -15,9 +16,8 @@ from vllm_choreo.ops.spans import SpanBatch
 from vllm_choreo.ops.tile_planner import plan_tiles
 from vllm_choreo.ops.tiles import MIN_ROWS, Tiles
 from vllm_choreo.ops.triton.kernels import attend_tiles, merge_partials
+from vllm_choreo.ops.triton.tuning import arch_of, tuning_of
 
-# Programs in flight per multiprocessor: of these kernels two fit, by their shared memory.
-_PROGRAMS_PER_PROCESSOR = 2
 # What the interpreter is told to fill, so that small tests are split as well.
 _PROGRAMS_ON_CPU = 16
 # Ids of blocks are loaded two chunks ahead, keys and values one: the latter need the former.
@@ -29,11 +29,17 @@ _CHUNK_BYTES = 16 * 1024
 
 
 @functools.cache
-def _num_programs(device: torch.device) -> int:
+def _num_programs(num_rows: int, row_bytes: int, device: torch.device) -> int:
+    """Programs of tiles of so many rows that the device runs at once."""
     if device.type != "cuda":
         return _PROGRAMS_ON_CPU
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * _PROGRAMS_PER_PROCESSOR
+    return processors * tuning_of(num_rows, row_bytes, arch_of(device)).num_programs
+
+
+def _row_bytes(head_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a head of a query, padded."""
+    return int(triton.next_power_of_2(head_size)) * dtype.itemsize
 
 
 def _max_rows(head_size: int, dtype: torch.dtype) -> int:
@@ -42,7 +48,7 @@ def _max_rows(head_size: int, dtype: torch.dtype) -> int:
     That is into its registers, and into the 99 KiB of shared memory that the smallest of them give
     a program.
     """
-    row_bytes = triton.next_power_of_2(head_size) * dtype.itemsize
+    row_bytes = _row_bytes(head_size, dtype)
     return 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
 
 
@@ -70,7 +76,7 @@ def make_tiles(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         max_rows=_max_rows(head_size, dtype),
-        num_programs=_num_programs(device),
+        num_programs=lambda num_rows: _num_programs(num_rows, _row_bytes(head_size, dtype), device),
         device=device,
         max_partials=PARTIAL_BYTES // partial_row_bytes(num_heads, head_size),
         window=window,
@@ -139,11 +145,13 @@ def span_attention(
     values = value_view(kv_cache, layer.layout, layer.value_size)
     partial_output, partial_lse = _partials(plan, tiles.num_partials, output)
     padded, padded_value = map(triton.next_power_of_2, (head_size, value_size))
+    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
+    row_bytes, arch = _row_bytes(head_size, query.dtype), arch_of(query.device)
     for tile_class in tiles.classes:
-        grid = (tile_class.items.shape[0], num_kv_heads)
+        grid = (tile_class.items.shape[0] * num_kv_heads,)
         attend_tiles[grid](
             query, *query.stride()[:2],
-            keys, *keys.stride(), values, *values.stride(),
+            keys, keys.stride(1), values, values.stride(1),
             output, *output.stride()[:2], partial_output, partial_lse,
             table, table.stride(0), cos_sin, layer.alibi_slopes, layer.sinks,
             tile_class.query, tile_class.request, tile_class.column, tile_class.items,
@@ -151,15 +159,22 @@ def span_attention(
             tiles.own_first_slot, tiles.own_tokens, tiles.own_position, tiles.query_end,
             weights and weights.temperature, layer.scale * key_scale, layer.softcap,
             layer.window or 0, value_scale,
+            BLOCK_STRIDE=keys.stride(0),
+            KEY_SLOT=keys.stride(2),
+            KEY_DIM=keys.stride(3),
+            VALUE_SLOT=values.stride(2),
+            VALUE_DIM=values.stride(3),
             NUM_ROWS=tile_class.num_rows,
+            NUM_KV_HEADS=num_kv_heads,
             GROUP_HEADS=num_heads // num_kv_heads,
             HEAD_SIZE=head_size,
             PADDED_HEAD_SIZE=padded,
             VALUE_SIZE=value_size,
             PADDED_VALUE_SIZE=padded_value,
             ROTARY_OFFSET=layer.value_size or 0,
-            ROTARY_DIM=0 if cos_sin is None else cos_sin.shape[1],
+            ROTARY_DIM=rotary_dim,
             IS_NEOX=layer.is_neox,
+            RUN=math.gcd(rotary_dim // 2, layer.value_size or 0, 16),
             HAS_SOFTCAP=layer.softcap > 0,
             HAS_ALIBI=layer.alibi_slopes is not None,
             HAS_WINDOW=layer.window is not None,
@@ -170,8 +185,8 @@ def span_attention(
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             WIDEN=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
             FORMAT=encoding,
-            num_warps=4 if tile_class.num_rows == MIN_ROWS else 8,
             num_stages=_NUM_STAGES,
+            **tuning_of(tile_class.num_rows, row_bytes, arch).options(),
         )  # fmt: skip
     if tiles.num_partials:
         merge_partials[(tiles.merged_query.numel(), num_heads)](

@@ -14,16 +14,19 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _pair(dims, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr):
+def _pair(dims, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr, RUN: tl.constexpr):
     """The dim with which each dim rotates, the index of their angle, and the sine's sign.
 
-    Dims are counted from the first that rotates.
+    Dims are counted from the first that rotates. Runs of `RUN` dims have partners side by side.
     """
     half: tl.constexpr = ROTARY_DIM // 2
     if IS_NEOX:
         is_first = dims < half
         other = tl.where(is_first, dims + half, dims - half)
         angle = tl.where(is_first, dims, dims - half)
+        if RUN > 1:
+            other = tl.max_contiguous(tl.multiple_of(other, RUN), RUN)
+            angle = tl.max_contiguous(tl.multiple_of(angle, RUN), RUN)
     else:
         is_first = dims % 2 == 0
         other = tl.where(is_first, dims + 1, dims - 1)
@@ -38,19 +41,39 @@ def _load_queries(rows_ptr, has_query, dims, HEAD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _rotate(queries, rows_ptr, has_query, cos_sin_ptr, span, dims,
-            ROTARY_OFFSET: tl.constexpr, ROTARY_DIM: tl.constexpr,
-            IS_NEOX: tl.constexpr):  # fmt: skip
-    """Queries [rows, dims] turned by the delta of each row's span."""
+def _load_turned(rows_ptr, has_query, cos_sin_ptr, span, dims, HEAD_SIZE: tl.constexpr,
+                 ROTARY_OFFSET: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
+                 RUN: tl.constexpr):  # fmt: skip
+    """Queries [rows, dims] turned by the delta of each row's span.
+
+    They are loaded for each span: kept, they would take registers in the loops over tokens. And
+    one after the other, for all four factors at once are too many registers.
+    """
     rotary = dims - ROTARY_OFFSET
-    other, angle, sign = _pair(rotary, ROTARY_DIM, IS_NEOX)
+    other, angle, sign = _pair(rotary, ROTARY_DIM, IS_NEOX, RUN)
     turns = has_query[:, None] & ((rotary >= 0) & (rotary < ROTARY_DIM))[None, :]
-    partner = tl.load(rows_ptr[:, None] + ROTARY_OFFSET + other[None, :], mask=turns, other=0.0)
     at = cos_sin_ptr + span[:, None] * ROTARY_DIM + angle[None, :]
-    cos = tl.load(at, mask=turns, other=1.0)
+    queries = _load_queries(rows_ptr, has_query, dims, HEAD_SIZE)
+    turned = queries.to(tl.float32) * tl.load(at, mask=turns, other=1.0)
+    partner = tl.load(rows_ptr[:, None] + ROTARY_OFFSET + other[None, :], mask=turns, other=0.0)
     sin = tl.load(at + ROTARY_DIM // 2, mask=turns, other=0.0)
-    turned = queries.to(tl.float32) * cos + partner.to(tl.float32) * sin * sign[None, :]
+    turned += partner.to(tl.float32) * sin * sign[None, :]
     return turned.to(queries.dtype)
+
+
+@triton.jit
+def _find_rows(tile_query_ptr, query_ptr, query_token, query_head, entry, is_row, head):
+    """The query of each row, whether there is one, and where it lies."""
+    query = tl.load(tile_query_ptr + entry, mask=is_row, other=-1).to(tl.int64)
+    return query, query >= 0, query_ptr + query * query_token + head * query_head
+
+
+@triton.jit
+def _own_index(own_tokens_ptr, query_end_ptr, query, request, has_query):
+    """Index of each row's query within its own span."""
+    num_own = tl.load(own_tokens_ptr + request, mask=has_query, other=0)
+    query_end = tl.load(query_end_ptr + request, mask=has_query, other=0)
+    return num_own - query_end + query.to(tl.int32)
 
 
 @triton.jit
@@ -82,55 +105,69 @@ def _decode(stored, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes,
-            key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
-            table_ptr, first_slot, begin, end, dims, value_dims, scale, softcap,
-            window, inverse_temperature, IS_OWN: tl.constexpr, HEAD_SIZE: tl.constexpr,
-            VALUE_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-            HAS_WINDOW: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-            CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-            FORMAT: tl.constexpr):  # fmt: skip
+def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes, key_ptr,
+            value_ptr, table_ptr, first_slot, begin, end, dims, value_dims, scale, softcap,
+            window, inverse_temperature, IS_OWN: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+            KEY_SLOT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_SLOT: tl.constexpr,
+            VALUE_DIM: tl.constexpr, HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+            HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
+            HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+            PRECISION: tl.constexpr, WIDEN: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """Take tokens begin .. end - 1, from `first_slot` on, into the running softmax of each row.
 
     `distance` is the seen position of token 0 minus the position of the row's query; of an own
     span a row sees the tokens up to `last_visible`, in a window those beyond `-window`. Scores are
-    multiplied by `inverse_temperature`.
+    multiplied by `inverse_temperature`. `scale`, `softcap` and `slopes` are such that scores are
+    exponents of two; with a soft cap `scale` is twice that of the quotient by the cap.
     """
-    is_dim, is_value_dim = dims < HEAD_SIZE, value_dims < VALUE_SIZE
+    tokens = tl.arange(0, CHUNK)
+    # Unsigned, for then a division by a power of two is a shift.
+    last_block = (first_slot + end - 1).to(tl.uint32) // BLOCK_SIZE
+    offset = ((first_slot + begin + tokens).to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
+    # Keys are loaded as values are, [tokens, dims], and share the addresses of their blocks.
+    keys_at = key_ptr + (offset * KEY_SLOT)[:, None] + (dims * KEY_DIM)[None, :]
+    values_at = value_ptr + (offset * VALUE_SLOT)[:, None] + (value_dims * VALUE_DIM)[None, :]
     for start in range(begin, end, CHUNK):
-        token = start + tl.arange(0, CHUNK)
-        is_token = token < end
-        slot = first_slot + token
-        block = tl.load(table_ptr + slot // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-        offset = slot % BLOCK_SIZE
-        keys = tl.load(
-            key_ptr + (block * key_block + offset * key_slot)[None, :] + dims[:, None] * key_dim,
-            mask=is_dim[:, None] & is_token[None, :], other=0,
-        )  # fmt: skip
+        token = start + tokens
+        slot = (first_slot + token).to(tl.uint32)
+        # Tokens beyond the end are found in its block: there is one for every address.
+        block = tl.load(table_ptr + tl.minimum(slot // BLOCK_SIZE, last_block)).to(tl.int64)
+        if CHUNK % BLOCK_SIZE != 0:
+            offset = (slot % BLOCK_SIZE).to(tl.int32)
+            keys_at = key_ptr + (offset * KEY_SLOT)[:, None] + (dims * KEY_DIM)[None, :]
+            values_at = (
+                value_ptr + (offset * VALUE_SLOT)[:, None] + (value_dims * VALUE_DIM)[None, :]
+            )
+        of_block = (block * BLOCK_STRIDE)[:, None]
+        if dims.shape[0] == HEAD_SIZE:
+            keys = tl.load(keys_at + of_block)
+        else:
+            keys = tl.load(keys_at + of_block, mask=(dims < HEAD_SIZE)[None, :], other=0)
         keys = _decode(keys, FORMAT, queries.dtype)
-        scores = _dot(queries, keys, PRECISION, WIDEN) * scale
+        scores = _dot(queries, tl.trans(keys), PRECISION, WIDEN) * scale
         if HAS_SOFTCAP:  # tanh by the logistic function
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+            scores = softcap * (2.0 * tl.sigmoid(scores) - 1.0)
         if HAS_ALIBI:
             scores += slopes[:, None] * (distance[:, None] + token[None, :]).to(tl.float32)
         if HAS_TEMPERATURE:
             scores = scores * inverse_temperature
+        is_token = token < end
         visible = is_token[None, :]
         if IS_OWN:
             visible = visible & (token[None, :] <= last_visible[:, None])
         if HAS_WINDOW:
             visible = visible & (distance[:, None] + token[None, :] > -window)
-        scores = tl.where(visible, scores * LOG2_E, float("-inf"))
+        scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # A row that has seen nothing yet has no maximum; any number serves.
         safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - safe[:, None])
         shrink = tl.exp2(maximum - safe)
-        values = tl.load(
-            value_ptr + (block * value_block + offset * value_slot)[:, None]
-            + value_dims[None, :] * value_dim,
-            mask=is_token[:, None] & is_value_dim[None, :], other=0,
-        )  # fmt: skip
+        # What lies beyond the end may be no number, of which no weight makes zero.
+        is_value = is_token[:, None]
+        if value_dims.shape[0] > VALUE_SIZE:
+            is_value = is_value & (value_dims < VALUE_SIZE)[None, :]
+        values = tl.load(values_at + of_block, mask=is_value, other=0)
         values = _decode(values, FORMAT, queries.dtype)
         accumulator = accumulator * shrink[:, None]
         accumulator += _dot(weights.to(values.dtype), values, PRECISION, WIDEN)
@@ -142,58 +179,66 @@ def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes
 @triton.jit
 def attend_tiles(
     query_ptr, query_token, query_head,
-    key_ptr, key_block, key_head, key_slot, key_dim,
-    value_ptr, value_block, value_head, value_slot, value_dim,
+    key_ptr, key_head, value_ptr, value_head,
     output_ptr, output_token, output_head, partial_output_ptr, partial_lse_ptr,
     table_ptr, table_row, cos_sin_ptr, slopes_ptr, sinks_ptr,
     tile_query_ptr, tile_request_ptr, tile_column_ptr, items_ptr,
     segments_ptr, read_span_ptr, read_position_ptr,
     own_first_slot_ptr, own_tokens_ptr, own_position_ptr, query_end_ptr, temperature_ptr,
     scale, softcap, window, value_scale,
-    NUM_ROWS: tl.constexpr, GROUP_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE_SIZE: tl.constexpr,
-    ROTARY_OFFSET: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, KEY_SLOT: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_SLOT: tl.constexpr, VALUE_DIM: tl.constexpr,
+    NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    PADDED_VALUE_SIZE: tl.constexpr, ROTARY_OFFSET: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    IS_NEOX: tl.constexpr, RUN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """One item of one KV head. Names without a suffix are strides, in elements."""
+    """One item of one KV head. Names without a suffix are strides, in elements.
+
+    Programs side by side take the same tokens in all KV heads, which lie side by side.
+    """
     NUM_SLOTS: tl.constexpr = NUM_ROWS // GROUP_HEADS
-    item_ptr = items_ptr + tl.program_id(0) * 8
-    kv_head = tl.program_id(1)
+    item_ptr = items_ptr + (tl.program_id(0) // NUM_KV_HEADS) * 8
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
     tile = tl.load(item_ptr)
     first_segment, end_segment = tl.load(item_ptr + 1), tl.load(item_ptr + 2)
-    own_request, share = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
-    num_shares, first_partial = tl.load(item_ptr + 5), tl.load(item_ptr + 6)
 
     rows = tl.arange(0, NUM_ROWS)
     slot = rows // GROUP_HEADS
     head = kv_head * GROUP_HEADS + rows % GROUP_HEADS
     is_row = slot < NUM_SLOTS
     entry = tile * NUM_SLOTS + slot
-    query = tl.load(tile_query_ptr + entry, mask=is_row, other=-1).to(tl.int64)
-    has_query = query >= 0
-    request = tl.load(tile_request_ptr + entry, mask=has_query, other=0)
-    column = tl.load(tile_column_ptr + entry, mask=has_query, other=0)
     dims, value_dims = tl.arange(0, PADDED_HEAD_SIZE), tl.arange(0, PADDED_VALUE_SIZE)
-    rows_ptr = query_ptr + query * query_token + head * query_head
-    queries = _load_queries(rows_ptr, has_query, dims, HEAD_SIZE)
+    query, has_query, rows_ptr = _find_rows(
+        tile_query_ptr, query_ptr, query_token, query_head, entry, is_row, head
+    )
+    if ROTARY_DIM == 0:
+        turned = _load_queries(rows_ptr, has_query, dims, HEAD_SIZE)
 
-    # Index of a row's query within its own span.
-    num_own = tl.load(own_tokens_ptr + request, mask=has_query, other=0)
-    query_end = tl.load(query_end_ptr + request, mask=has_query, other=0)
-    index = num_own - query_end + query.to(tl.int32)
+    # Only here where spans need it: it is made again for the own one.
+    index = tl.zeros([NUM_ROWS], tl.int32)
     position = index
     slopes = tl.zeros([NUM_ROWS], tl.float32)
     if HAS_ALIBI or HAS_WINDOW:
-        position += tl.load(own_position_ptr + request, mask=has_query, other=0)
+        request = tl.load(tile_request_ptr + entry, mask=has_query, other=0)
+        index = _own_index(own_tokens_ptr, query_end_ptr, query, request, has_query)
+        position = index + tl.load(own_position_ptr + request, mask=has_query, other=0)
     if HAS_ALIBI:
-        slopes = tl.load(slopes_ptr + head, mask=has_query, other=0.0)
+        slopes = tl.load(slopes_ptr + head, mask=has_query, other=0.0) * LOG2_E
     maximum = tl.full([NUM_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([NUM_ROWS], tl.float32)
     accumulator = tl.zeros([NUM_ROWS, PADDED_VALUE_SIZE], tl.float32)
     key_ptr += kv_head.to(tl.int64) * key_head
     value_ptr += kv_head.to(tl.int64) * value_head
+
+    if HAS_SOFTCAP:
+        scale = 2.0 * scale / softcap
+        softcap = softcap * LOG2_E
+    else:
+        scale = scale * LOG2_E
 
     inverse_temperature = 1.0
     if HAS_TEMPERATURE:  # an item of chosen spans is of one request
@@ -203,26 +248,41 @@ def attend_tiles(
 
     for segment in range(first_segment, end_segment):
         segment_ptr = segments_ptr + segment * 5
-        read = tl.load(segment_ptr) + column
         blocks_ptr = table_ptr + tl.load(segment_ptr + 1).to(tl.int64) * table_row
-        turned = queries
+        # Zero is added, which no compiler knows: it would load what follows before the loop, and
+        # keep it in registers that the loop over tokens needs.
+        entry_now = entry + tl.minimum(segment, 0)
+        _, is_here, here_ptr = _find_rows(
+            tile_query_ptr, query_ptr, query_token, query_head, entry_now, is_row, head
+        )
+        read = tl.load(segment_ptr) + tl.load(tile_column_ptr + entry_now, mask=is_here, other=0)
         if ROTARY_DIM > 0:
-            span = tl.load(read_span_ptr + read, mask=has_query, other=0)
-            turned = _rotate(queries, rows_ptr, has_query, cos_sin_ptr, span, dims,
-                             ROTARY_OFFSET, ROTARY_DIM, IS_NEOX)  # fmt: skip
+            span = tl.load(read_span_ptr + read, mask=is_here, other=0)
+            turned = _load_turned(here_ptr, is_here, cos_sin_ptr, span, dims, HEAD_SIZE,
+                                  ROTARY_OFFSET, ROTARY_DIM, IS_NEOX, RUN)  # fmt: skip
         distance = position
         if HAS_ALIBI or HAS_WINDOW:
-            seen = tl.load(read_position_ptr + read, mask=has_query, other=0)
+            seen = tl.load(read_position_ptr + read, mask=is_here, other=0)
             distance = seen + tl.load(segment_ptr + 4) - position
         accumulator, maximum, total = _attend(
-            accumulator, maximum, total, turned, index, distance, slopes,
-            key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
+            accumulator, maximum, total, turned, index, distance, slopes, key_ptr, value_ptr,
             blocks_ptr, tl.load(segment_ptr + 2), 0, tl.load(segment_ptr + 3), dims, value_dims,
-            scale, softcap, window, inverse_temperature, False, HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP,
-            HAS_ALIBI, HAS_WINDOW, HAS_TEMPERATURE, BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
+            scale, softcap, window, inverse_temperature, False, BLOCK_STRIDE, KEY_SLOT, KEY_DIM,
+            VALUE_SLOT, VALUE_DIM, HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW,
+            HAS_TEMPERATURE, BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
         )  # fmt: skip
 
+    # Loaded only now, or again, likewise.
+    own_request, share = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
+    num_shares, first_partial = tl.load(item_ptr + 5), tl.load(item_ptr + 6)
+    entry += tl.minimum(tile, 0)
+    query, has_query, rows_ptr = _find_rows(
+        tile_query_ptr, query_ptr, query_token, query_head, entry, is_row, head
+    )
     if own_request >= 0:
+        request = tl.load(tile_request_ptr + entry, mask=has_query, other=0)
+        queries = _load_queries(rows_ptr, has_query, dims, HEAD_SIZE)
+        index = _own_index(own_tokens_ptr, query_end_ptr, query, request, has_query)
         # What the tile's queries see, in equal shares of whole chunks.
         num_visible = tl.max(tl.where(has_query, index, -1), 0) + 1
         first_visible = 0
@@ -232,13 +292,13 @@ def attend_tiles(
         per_share = tl.cdiv(tl.cdiv(num_visible - first_visible, num_shares), CHUNK) * CHUNK
         begin = first_visible + share * per_share
         accumulator, maximum, total = _attend(
-            accumulator, maximum, total, queries, index, -index, slopes,
-            key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
+            accumulator, maximum, total, queries, index, -index, slopes, key_ptr, value_ptr,
             table_ptr + own_request.to(tl.int64) * table_row,
             tl.load(own_first_slot_ptr + own_request), begin,
-            tl.minimum(begin + per_share, num_visible), dims, value_dims, scale, softcap,
-            window, 1.0, True, HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, False,
-            BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
+            tl.minimum(begin + per_share, num_visible), dims, value_dims,
+            scale, softcap, window, 1.0, True, BLOCK_STRIDE, KEY_SLOT, KEY_DIM,
+            VALUE_SLOT, VALUE_DIM, HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW,
+            False, BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
         )  # fmt: skip
 
     if HAS_SINKS and first_partial < 0:
@@ -258,8 +318,7 @@ def attend_tiles(
             mask=is_stored,
         )
     else:
-        num_heads = tl.num_programs(1) * GROUP_HEADS
-        partial = (first_partial + slot).to(tl.int64) * num_heads + head
+        partial = (first_partial + slot).to(tl.int64) * (NUM_KV_HEADS * GROUP_HEADS) + head
         tl.store(partial_output_ptr + partial[:, None] * VALUE_SIZE + value_dims[None, :], result,
                  mask=is_stored)  # fmt: skip
         tl.store(partial_lse_ptr + partial, maximum + tl.log2(total), mask=has_query)
