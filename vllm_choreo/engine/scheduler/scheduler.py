@@ -60,6 +60,7 @@ from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.states import States
+from vllm_choreo.store.stats import MemorySizes
 from vllm_choreo.store.store import MessageStore
 
 # Ten seconds at least in an engine core's process: vLLM sleeps 1 ms after an idle step there.
@@ -155,7 +156,7 @@ class _Choreographed(Scheduler):
             pool,
             snapshots=snapshot_operations(self.snapshots),
             max_pinned_blocks=self._num_blocks(self.choreo_config.pinned_share),
-            block_bytes=block_bytes(self.kv_cache_config),
+            sizes=MemorySizes(block_bytes(self.kv_cache_config), 0),
             pending_last_tokens=self._pending_last_tokens,
             finish=self.finish_requests,
         )

@@ -71,6 +71,10 @@ class ChoreoWorker:
         """Kind and size of the state of each layer that has one, for `vllm-choreo doctor`."""
         return self.runner.states.describe() if self.runner.states is not None else []
 
+    def choreo_state_bytes(self) -> int:
+        """Bytes of one state in all layers of this worker; 0: the model has none."""
+        return self.runner.states.state_bytes if self.runner.states is not None else 0
+
     # -- keys and values that are saved and loaded -------------------------------------------
 
     def choreo_kv_shape(self) -> dict[str, Any]:
