@@ -26,13 +26,12 @@ from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.states import engine
 from benchmarks.states.bars import bars_reached
-from benchmarks.states.sides import open_sides
+from benchmarks.states.sides import Tokens, draw_tokens, open_sides
 from benchmarks.states.tables import CHAIN_TABLES
 
 TURN_TOKENS = (100, 400)
 # Tokens with which all prompts of a batch begin: none, and more than two blocks of a prefix cache.
 BEGINNINGS = (0, 1400)
-Tokens = list[int]
 
 
 def main() -> int:
@@ -117,8 +116,8 @@ def _batches(
     rows = []
     for beginning in BEGINNINGS:
         rng = random.Random(f"{number} {beginning}")
-        start = _draw(rng, beginning)
-        prompts = [start + _draw(rng, rng.randint(50, 300)) for _ in range(args.requests)]
+        start = draw_tokens(rng, beginning)
+        prompts = [start + draw_tokens(rng, rng.randint(50, 300)) for _ in range(args.requests)]
         expected = {name: side.ask(_batch(prompts))["tokens"] for name, side in sides.items()}
         for turn in range(args.batches):
             for name in in_turn([*sides], turn):
@@ -144,11 +143,7 @@ def _batch(prompts: list[Tokens]) -> dict[str, Any]:
 
 def _turns(seed: int, num_turns: int) -> list[Tokens]:
     rng = random.Random(seed)
-    return [_draw(rng, rng.randint(*TURN_TOKENS)) for _ in range(num_turns)]
-
-
-def _draw(rng: random.Random, num_tokens: int) -> Tokens:
-    return [rng.randrange(10, 500) for _ in range(num_tokens)]
+    return [draw_tokens(rng, rng.randint(*TURN_TOKENS)) for _ in range(num_turns)]
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 
 from tests.store.test_store import SIZE, SIZES, Block, Pool
+from vllm_choreo.memory_changes import StateStart
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.host_tier import HostTier
-from vllm_choreo.store.state_starts import PlannedStart, StateOrigin
+from vllm_choreo.store.state_starts import StateOrigin
 from vllm_choreo.store.states import States
 from vllm_choreo.store.stats import stats, totals
 from vllm_choreo.store.store import MessageStore
@@ -57,7 +58,7 @@ def _made(store: MessageStore, name: str) -> Encoding:
     return encoding
 
 
-def _next_step(store: MessageStore) -> list[PlannedStart]:
+def _next_step(store: MessageStore) -> list[StateStart]:
     """Plan and run the step; returns the states that began in it."""
     assert store.states is not None
     store.take_block_copies()
@@ -222,7 +223,7 @@ def test_who_composes_holds_all_that_it_takes_until_the_step_is_planned(
     assert composed.evict_state(()) is False  # all of them are taken
     states.drop(b)
     assert (of_a.ref_cnt, of_b.ref_cnt) == (3, 1)
-    started = PlannedStart(target.block_id, of_a.block_id, ((of_b.block_id, 2), (of_a.block_id, 2)))
+    started = StateStart(target.block_id, of_a.block_id, ((of_b.block_id, 2), (of_a.block_id, 2)))
     assert _next_step(composed) == [started]
     assert (of_a.ref_cnt, of_b.ref_cnt) == (1, 0)
     states.check()

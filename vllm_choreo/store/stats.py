@@ -15,8 +15,8 @@ class MemorySizes(NamedTuple):
     """Bytes that things take in the memory of one worker, in all its layers.
 
     Attributes:
-        block: of a block of the KV cache, whose group it may be.
-        state: of a state, with what is kept beside it; 0: the model has none.
+        block: size of a block of the KV cache, whose group it may be.
+        state: size of a state, with what is kept beside it; 0: the model has none.
     """
 
     block: int

@@ -47,10 +47,8 @@ from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
 from vllm_choreo.engine.scheduler.window_manager import keep_windows_of_calls
 from vllm_choreo.engine.step import (
-    BlockMove,
     ChoreoStep,
     HiddenCapture,
-    StateStart,
     add_step,
     attention_of,
 )
@@ -304,8 +302,7 @@ class _Choreographed(Scheduler):
         if self.mover is not None:
             self.mover.withdraw_all()
         copies = self.store.take_block_copies()
-        moves = [BlockMove(*move) for move in copies.moves]
-        moves += self.mover.take_moves() if self.mover else []
+        moves = [*copies.moves, *(self.mover.take_moves() if self.mover else ())]
         hidden, stages = self.store.hidden, self.patcher.stager.take()
         step = ChoreoStep(
             spans,
@@ -331,7 +328,7 @@ class _Choreographed(Scheduler):
             states={request_id: state.block_id for request_id, state in found.items() if state},
             state_saves=copies.saves,
             state_loads=copies.loads,
-            state_starts=tuple(StateStart(*start) for start in states.starts.take()),
+            state_starts=states.starts.take(),
         )
 
     def _captures(self, started: Iterable[ScheduledCall]) -> dict[str, HiddenCapture]:

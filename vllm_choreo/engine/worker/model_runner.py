@@ -19,7 +19,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.kv_cache import block_bytes, groups_of_layers
 from vllm_choreo.engine.speculation import has_layers
-from vllm_choreo.engine.step import BlockMove, step_of, with_attention
+from vllm_choreo.engine.step import step_of, with_attention
 from vllm_choreo.engine.worker.attention import SpanReader
 from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
 from vllm_choreo.engine.worker.composition_probe import probe_composition
@@ -36,6 +36,7 @@ from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.engine.worker.windows import widen_windows
 from vllm_choreo.errors import UnsupportedModelError
+from vllm_choreo.memory_changes import BlockMove
 from vllm_choreo.ops import Rotation, detect_layout, reposition_keys
 from vllm_choreo.ops.sharing import PARTIAL_BYTES
 
