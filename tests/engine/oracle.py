@@ -113,7 +113,9 @@ class Oracle:
         )
         self.model = model.to(torch.float32).eval()
         config = self.model.config.get_text_config()
-        self.num_layers = int(config.num_hidden_layers)
+        # Without the last ones that read the keys of earlier layers.
+        num_sharing = int(getattr(config, "num_kv_shared_layers", None) or 0)
+        self.num_layers = int(config.num_hidden_layers) - num_sharing
         # Then a shift of everything changes the result.
         self.scales_queries = bool(getattr(config, "llama_4_scaling", None))
         self.interleaved = config.model_type in _INTERLEAVED_TYPES

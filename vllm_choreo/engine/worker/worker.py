@@ -62,8 +62,9 @@ class ChoreoWorker:
 
     def choreo_positions(self) -> list[dict[str, Any]]:
         """Rotation, window and sinks of each layer, as plain data, for `vllm-choreo doctor`."""
+        layers = {**self.runner.layers, **self.runner.sharing_layers}
         return [
-            {**found.describe(), **self.runner.layers[found.layer].impl.describe()}
+            {**found.describe(), **layers[found.layer].impl.describe()}
             for found in self.runner.layer_positions
         ]
 
