@@ -22,7 +22,7 @@ from vllm_choreo.engine.step import step_of, with_attention
 from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
 from vllm_choreo.engine.worker.composition_probe import probe_composition
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
-from vllm_choreo.engine.worker.cpu_rotary import correct_rotary
+from vllm_choreo.engine.worker.cpu_rotary import correct_rotary, rotates_by_heads
 from vllm_choreo.engine.worker.drafting import DrafterSpans, DraftLayers, choreographed
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.layer_checks import (
@@ -149,7 +149,7 @@ class ChoreoModelRunner:
         check_shared_memory({n: layer.impl.kv_cache_of(layer) for n, layer in layers.items()})
         if self.lora_config:
             correct_adapters(self.lora_manager)
-        if self.device.type == "cpu" and self.vllm_config.model_config.use_mla:
+        if self.device.type == "cpu" and rotates_by_heads(self.vllm_config.model_config):
             correct_rotary(self.get_model())
         config = ChoreoConfig.from_vllm(self.vllm_config)
         check_sharing(self.sharing_layers, config, self.cache_config)
