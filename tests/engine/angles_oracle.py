@@ -30,6 +30,10 @@ class AnglesOracle(Oracle):
         llm: the engine, in this process, whose tables are taken.
     """
 
+    # The same text stands elsewhere in the table: between the two are errors of angles alone, which
+    # say nothing of the engine.
+    stands_as_placed = False
+
     def __init__(self, model_path: str | Path, llm: Any) -> None:
         super().__init__(model_path)
         executor = llm.llm_engine.engine_core.engine_core.model_executor

@@ -107,6 +107,9 @@ class Oracle:
             reference of an engine that runs in bfloat16.
     """
 
+    # Whether messages stand at the positions at which their calls place them.
+    stands_as_placed = True
+
     def __init__(self, model_path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         model = private_model_class(model_path).from_pretrained(
             model_path, dtype=dtype, attn_implementation="eager"
