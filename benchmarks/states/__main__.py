@@ -26,14 +26,13 @@ from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.states import engine
 from benchmarks.states.bars import bars_reached
-from benchmarks.states.sides import open_sides
+from benchmarks.states.sides import Tokens, draw_tokens, open_sides
 from benchmarks.states.tables import CHAIN_TABLES
 
 KV_HEADS = (2, 1)  # of models; the fewer, the larger a block of vLLM's prefix cache
 TURN_TOKENS = (100, 400)
 # Tokens with which all prompts of a batch begin: none, and more than two blocks of a prefix cache.
 BEGINNINGS = (0, 1400)
-Tokens = list[int]
 
 
 def main() -> int:
@@ -125,10 +124,12 @@ def _batches(
     rows = []
     for beginning in BEGINNINGS:
         rng = random.Random(f"{number} {beginning}")
-        start = _draw(rng, beginning)
+        start = draw_tokens(rng, beginning)
         for turn in range(args.batches):
             for is_warm in (False, True) if beginning else (False,):
-                prompts = [start + _draw(rng, rng.randint(50, 300)) for _ in range(args.requests)]
+                prompts = [
+                    start + draw_tokens(rng, rng.randint(50, 300)) for _ in range(args.requests)
+                ]
                 asked = {"do": "batch", "prompts": prompts, "is_warm": is_warm}
                 found = {name: sides[name].ask({**asked}) for name in in_turn([*sides], turn)}
                 if found["plugin"]["tokens"] != found["stock"]["tokens"]:
@@ -151,11 +152,7 @@ def _batches(
 
 def _turns(seed: int, num_turns: int) -> list[Tokens]:
     rng = random.Random(seed)
-    return [_draw(rng, rng.randint(*TURN_TOKENS)) for _ in range(num_turns)]
-
-
-def _draw(rng: random.Random, num_tokens: int) -> Tokens:
-    return [rng.randrange(10, 500) for _ in range(num_tokens)]
+    return [draw_tokens(rng, rng.randint(*TURN_TOKENS)) for _ in range(num_turns)]
 
 
 if __name__ == "__main__":

@@ -26,10 +26,9 @@ from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.states import engine
-from benchmarks.states.sides import open_sides
+from benchmarks.states.sides import draw_tokens, open_sides
 from benchmarks.states.tables import ORDER_TABLES
 
-Tokens = list[int]
 _MODES = {"composed": "choreo", "stock": "baseline"}
 
 
@@ -63,7 +62,7 @@ def main() -> int:
 def _check_ordinary(sides: dict[str, Child]) -> None:
     """Raises SystemExit: ordinary requests of the sides differ in a greedy token."""
     rng = random.Random(0)
-    prompts = [_draw(rng, rng.randint(50, 700)) for _ in range(4)]
+    prompts = [draw_tokens(rng, rng.randint(50, 700)) for _ in range(4)]
     asked = {"do": "batch", "prompts": prompts}
     found = [side.ask(dict(asked))["tokens"] for side in sides.values()]
     if found[0] != found[1]:
@@ -118,14 +117,10 @@ def _work(seed: str, args: argparse.Namespace, num_questions: int) -> dict[str, 
     rng = random.Random(seed)
     numbers = range(args.documents)
     return {
-        "documents": [_draw(rng, args.tokens) for _ in numbers],
+        "documents": [draw_tokens(rng, args.tokens) for _ in numbers],
         "orders": [rng.sample(numbers, args.documents) for _ in range(num_questions)],
-        "questions": [_draw(rng, 24) for _ in range(num_questions)],
+        "questions": [draw_tokens(rng, 24) for _ in range(num_questions)],
     }
-
-
-def _draw(rng: random.Random, num_tokens: int) -> Tokens:
-    return [rng.randrange(10, 500) for _ in range(num_tokens)]
 
 
 if __name__ == "__main__":

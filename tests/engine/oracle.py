@@ -107,13 +107,18 @@ class Oracle:
             reference of an engine that runs in bfloat16.
     """
 
+    # Whether messages stand at the positions at which their calls place them.
+    stands_as_placed = True
+
     def __init__(self, model_path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         model = private_model_class(model_path).from_pretrained(
             model_path, dtype=dtype, attn_implementation="eager"
         )
         self.model = model.to(torch.float32).eval()
         config = self.model.config.get_text_config()
-        self.num_layers = int(config.num_hidden_layers)
+        # Without the last ones that read the keys of earlier layers.
+        num_sharing = int(getattr(config, "num_kv_shared_layers", None) or 0)
+        self.num_layers = int(config.num_hidden_layers) - num_sharing
         # Then a shift of everything changes the result.
         self.scales_queries = bool(getattr(config, "llama_4_scaling", None))
         self.interleaved = config.model_type in _INTERLEAVED_TYPES

@@ -63,6 +63,18 @@ def test_the_doctor_proves_states_by_texts(
     assert "calls can begin at once behind: document role" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
+def test_the_doctor_proves_short_convolutions(
+    tiny_model_path: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without an option: vLLM's kernel for rotary embeddings would turn queries wrongly."""
+    assert main(["doctor", str(tiny_model_path("lfm2"))]) == 0
+    out = capsys.readouterr().out
+    assert "2 of short_conv" in out and "0-1       rotary, 32 dims, halves paired" in out
+    assert out.count("8/8") == 4 and "WRONG" not in out
+    assert "2,048 bytes in all layers" in out
+
+
 def test_the_doctor_notices_a_wrong_answer(
     tiny_model_path: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],

@@ -15,7 +15,7 @@ from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.plugin import _check_composed_states, _choose_backend, configure_after
 from vllm_choreo.engine.worker.cpu_backend import ChoreoCPUBackend, ChoreoCPUImpl
 from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
-from vllm_choreo.engine.worker.model_runner import _check_layer, _check_seen, _check_shared
+from vllm_choreo.engine.worker.layer_checks import check_layer, check_seen, check_shared_memory
 from vllm_choreo.errors import UnsupportedModelError, UnsupportedOptionError
 
 
@@ -72,9 +72,9 @@ def test_layers_of_a_class_of_their_own() -> None:
     config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     found: Any = {"model.layers.0": layers["model.layers.0"]}
     with pytest.raises(UnsupportedModelError, match="_OwnAttention") as caught:
-        _check_seen(cache, config, found)
+        check_seen(cache, config, found)
     assert caught.value.value == "model.layers.1"
-    _check_seen(cache, config, layers)
+    check_seen(cache, config, layers)
 
 
 def test_keys_that_a_model_stores_itself() -> None:
@@ -85,15 +85,15 @@ def test_keys_that_a_model_stores_itself() -> None:
         kv_cache=SimpleNamespace(shape=(9, 2, 32, 64)),
     )
     with pytest.raises(UnsupportedModelError, match="stores itself"):
-        _check_layer("model.layers.0", layer, 32)
+        check_layer("model.layers.0", layer, 32)
     for backend in (ChoreoCPUBackend, ChoreoFlashAttentionBackend, ChoreoTritonBackend):
         layer.attn_backend = backend
-        _check_layer("model.layers.0", layer, 32)
+        check_layer("model.layers.0", layer, 32)
 
 
 def test_layers_that_lie_over_one_another_look_alike() -> None:
     cache = torch.zeros(4, 2, 32, 64)
-    _check_shared({"full": cache, "near": cache.view(4, 2, 32, 64), "other": torch.zeros(3)})
+    check_shared_memory({"full": cache, "near": cache.view(4, 2, 32, 64), "other": torch.zeros(3)})
     with pytest.raises(UnsupportedModelError, match="window_groups") as caught:
-        _check_shared({"full": cache, "near": cache.view(4, 1, 32, 128)})
+        check_shared_memory({"full": cache, "near": cache.view(4, 1, 32, 128)})
     assert caught.value.value == "near"

@@ -25,6 +25,7 @@ from tests.engine.test_exact import Program, _text
 from tests.engine.text_oracle import TextOracle
 from tests.grids import sampled
 from vllm_choreo import Choreography
+from vllm_choreo.cli.inspect import block_map
 from vllm_choreo.errors import ChainError, RepairError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.models.tiny import make_tiny_model
@@ -62,6 +63,12 @@ def _greedy(max_tokens: int = 6, **options: Any) -> SamplingParams:
 
 def _totals(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler.store.totals
+
+
+def _bytes_of_a_state(llm: Any) -> int:
+    """Bytes that lie under one number, counted by the tensors themselves."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runner
+    return sum(tensor[0].nbytes for tensor in runner.states._tensors)
 
 
 def _tokens(rng: random.Random, num_tokens: int) -> list[int]:
@@ -109,7 +116,12 @@ def test_another_session_shares_a_whole_message(llm: Any, oracle: TextOracle) ->
         stats = second.stats()
         # The last answer's last token has yet to run.
         assert [m["has_state"] for m in stats["messages"]] == [True, True, True, False]
-        assert stats["num_states_used"] == 4
+        assert stats["num_states_used"] == 4 and stats["num_message_states"] == 3
+        num_bytes = _bytes_of_a_state(llm)
+        assert stats["state_bytes"] == num_bytes > 0
+        assert [m["state_bytes"] for m in stats["messages"]] == [num_bytes] * 3 + [0]
+        assert f"  {b.id.rpartition('/')[2]}: 3, " in block_map(stats)
+        assert f", and {num_bytes:,} of its state" in block_map(stats)
 
 
 def test_an_answer_cut_by_its_client(c: Choreography, oracle: TextOracle) -> None:
@@ -310,6 +322,11 @@ def test_states_come_back_from_host_memory(
         for _ in range(2):
             c.evict(a, b)
             invariants.check(_scheduler(llm))
+            stats = c.stats()
+            sizes = stats["block_bytes"], stats["state_bytes"]
+            assert [m["state_bytes"] for m in stats["messages"][:2]] == [0, 0]
+            assert [m["host_bytes"] for m in stats["messages"][:2]] == [2 * sizes[0] + sizes[1]] * 2
+            assert stats["num_host_states_used"] >= 2 and "in host memory" in block_map(stats)
             header = _tokens(rng, 5)
             answer = c.decode(header, parents=[a, b], sampling_params=_greedy())
             oracle.check([*text, *header], answer)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.engine.angles_oracle import AnglesOracle
 from tests.engine.choreographies import (
     LOGPROB_TOLERANCE,
     Draw,
@@ -35,9 +36,9 @@ SMALL: dict[str, Any] = {**ON, "num_gpu_blocks_override": 101, "max_num_batched_
 # Gaps are in messages of three blocks at least.
 _LONG = Draw(max_tokens=8, max_length=190)
 _GREEDY = {"temperature": 0.0, "ignore_eos": True, "logprobs": 5}
-# Not 9004: there float32 angles, which vLLM has, move a log-probability by more than the tolerance,
-# with one group as well (the oracle's are of float64; with angles of float32 it moves by 2e-4).
-_SEEDS = [range(9000, 9002), *(range(first, first + 10) for first in range(9005, 9065, 10))]
+_SEEDS = [range(9000, 9002), *(range(first, first + 10) for first in range(9002, 9102, 10))]
+# With the engine's own angles; the most found is 3e-5.
+_TOLERANCE = 1e-4
 
 Slot = Callable[..., Any]
 Paths = Callable[[str], Path]
@@ -76,6 +77,12 @@ def oracle(name: str, tiny_oracle: Callable[[str], Oracle]) -> Oracle:
     return tiny_oracle(name)
 
 
+@pytest.fixture(scope="module")
+def angles(name: str, engine_slot: Slot, tiny_model_path: Paths) -> AnglesOracle:
+    path = tiny_model_path(name)
+    return AnglesOracle(path, engine_slot(path, **ON))
+
+
 # -- results -------------------------------------------------------------------------------------
 
 
@@ -86,26 +93,40 @@ def test_law(llm: Any, law: str) -> None:
 
 
 @pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
-def test_random_choreographies(llm: Any, oracle: Oracle, seeds: range) -> None:
+def test_random_choreographies(llm: Any, angles: AnglesOracle, seeds: range) -> None:
     before = _encoded_again(llm)
     with Choreography(llm) as c:
         drawn = [draw_choreography(seed, _LONG) for seed in seeds]
-        assert check(c, oracle, side_by_side(drawn)) < LOGPROB_TOLERANCE
+        check(c, angles, side_by_side(drawn), _TOLERANCE)
     assert _encoded_again(llm) > before, "parts of messages were read that had been given up"
     invariants.check_nothing_is_left(_scheduler(llm))
 
 
 @pytest.mark.parametrize("seeds", sampled(_SEEDS, 0), ids=str)
-def test_random_choreographies_in_a_small_pool(small: Any, oracle: Oracle, seeds: range) -> None:
+def test_random_choreographies_in_a_small_pool(
+    small: Any, angles: AnglesOracle, seeds: range
+) -> None:
     before = call(small, "totals")
     with Choreography(small) as c:
         drawn = [draw_choreography(seed, _LONG) for seed in seeds]
-        assert check(c, oracle, side_by_side(drawn)) < LOGPROB_TOLERANCE
+        check(c, angles, side_by_side(drawn), _TOLERANCE)
     after = call(small, "totals")
     if len(seeds) > 2:
         name = "evicted_messages_total"
         assert after.get(name, 0) > before.get(name, 0)
     invariants.check_nothing_is_left(_scheduler(small))
+
+
+@pytest.mark.exhaustive
+def test_the_seed_that_float32_angles_decide(engine_slot: Slot, tiny_model_path: Paths) -> None:
+    """With one group, too, what is left of the difference is that of angles, not of groups."""
+    path, found = tiny_model_path("gemma3"), []
+    for options in ({}, ON):
+        engine = engine_slot(path, **options)
+        for oracle in (Oracle(path), AnglesOracle(path, engine)):
+            with Choreography(engine) as c:
+                found.append(check(c, oracle, draw_choreography(9004, _LONG), 2e-3, 2e-3))
+    assert min(found[::2]) > LOGPROB_TOLERANCE > _TOLERANCE > max(found[1::2]), found
 
 
 class Counted:

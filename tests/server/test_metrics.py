@@ -242,6 +242,13 @@ def test_the_engine_tells_what_it_holds(quiet: Page, alpha: httpx.Client, sessio
         assert page.value(name) - quiet.value(name) == more
     assert 0 < page.value("kv_cache_usage_perc") < 1 and page.value("host_memory_usage_perc") == 0
     assert 0 < page.value("hidden_memory_usage_perc") < 1
+    more = [
+        page.value("message_memory_bytes", kind=kind)
+        - quiet.value("message_memory_bytes", kind=kind)
+        for kind in ("full", "window", "state")
+    ]
+    assert more[0] > num_tokens and more[1:] == [0, 0]
+    assert page.value("states_usage_perc") == page.value("host_memory_bytes", kind="state") == 0
 
     assert alpha.post(f"{session.path}/messages/m0/pin").status_code == 200
     assert alpha.post(f"{session.path}/messages/m1/evict").status_code == 200

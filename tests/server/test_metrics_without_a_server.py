@@ -44,8 +44,15 @@ TOTALS = {
     "num_window_blocks": 3,
     "num_free_blocks": 11,
     "num_pool_blocks": 16,
+    "block_bytes": 1000,
     "num_host_blocks": 8,
     "num_host_blocks_used": 2,
+    "num_states": 6,
+    "num_states_used": 3,
+    "num_message_states": 2,
+    "state_bytes": 70,
+    "num_host_states": 5,
+    "num_host_states_used": 4,
     "num_hidden_bytes": 50,
     "max_hidden_bytes": 200,
     "num_picture_bytes": 30,
@@ -153,9 +160,9 @@ def test_no_event_makes_a_new_series(measured: Measured) -> None:
     # Seconds since 1970, at which each series was made, are no series of their own in a graph.
     names = {name for name, _ in before if not name.endswith("_created")}
     assert {label for _, labels in before for label, _ in labels} == {
-        "model_name", "type", "outcome", "error_type", "reason", "le", "engine",
+        "model_name", "type", "outcome", "error_type", "reason", "le", "engine", "kind",
     }  # fmt: skip
-    assert len(names) <= 61 and len(before) < 400
+    assert len(names) <= 65 and len(before) < 400
 
 
 def test_sessions(measured: Measured) -> None:
@@ -221,6 +228,7 @@ def test_gauges_are_what_the_engine_said_last(measured: Measured) -> None:
         seen["kv"] = measured.value("kv_cache_usage_perc")
         seen["windows"] = measured.value("window_blocks_usage_perc")
         seen["host"] = measured.value("host_memory_usage_perc")
+        seen["states"] = measured.value("states_usage_perc")
         return TOTALS
 
     poll(measured, {**TOTALS, "num_messages": 99}, TOTALS, look)
@@ -236,6 +244,27 @@ def test_gauges_are_what_the_engine_said_last(measured: Measured) -> None:
         "kv": 0.25,
         "windows": 3 / 16,
         "host": 0.25,
+        "states": 0.5,
+    }
+
+
+@pytest.mark.usefixtures("at_once")
+def test_memory_is_shown_by_the_kind_of_what_lies_there(measured: Measured) -> None:
+    """In bytes: of 4 blocks 3 are of windows; states of running requests are no message's."""
+    seen: dict[tuple[str, str], float] = {}
+
+    def look() -> Any:
+        for name, (_, kinds) in metrics._MEMORY.items():
+            seen.update({(name, kind): measured.value(name, kind=kind) for kind in kinds})
+        return TOTALS
+
+    poll(measured, TOTALS, look)
+    assert seen == {
+        ("message_memory_bytes", "full"): 1000,
+        ("message_memory_bytes", "window"): 3000,
+        ("message_memory_bytes", "state"): 140,
+        ("host_memory_bytes", "blocks"): 2000,
+        ("host_memory_bytes", "state"): 280,
     }
 
 

@@ -299,8 +299,11 @@ def test_blocks_are_those_of_the_engine(page_server: Server) -> None:
         size = answer["block_size"]
         assert [b["num_valid_slots"] for b in known["blocks"]] == [size, 40 - size]
         assert made["num_tokens"] == 4 and len(made["blocks"]) == 1
+        (of_known,), (of_made,) = known["bytes_by_group"], made["bytes_by_group"]
+        assert of_known == 2 * of_made > 0 == known["state_bytes"] == known["host_bytes"]
         client.post(f"{session.path}/messages/known/evict")
-        assert client.get(f"{session.path}/blocks").json()["data"][0]["blocks"] == []
+        evicted = client.get(f"{session.path}/blocks").json()["data"][0]
+        assert evicted["blocks"] == evicted["bytes_by_group"] == []
         text = Session(client, mode="baseline")
         text.call(type="prefill", content="x")
         assert client.get(f"{text.path}/blocks").json()["data"] == []

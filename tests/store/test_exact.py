@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.store.test_store import SIZE, Pool
+from tests.store.test_store import SIZE, SIZES, Pool
 from vllm_choreo.errors import LimitError, OffsetError
 from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.positions import (
@@ -26,7 +26,7 @@ from vllm_choreo.store.encoding import Adapter, Encoding, copies_of
 from vllm_choreo.store.exact import exact_chain, is_exact
 from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.session_copies import SessionCopies
-from vllm_choreo.store.stats import stats
+from vllm_choreo.store.stats import counts, stats
 from vllm_choreo.store.store import MessageStore
 
 
@@ -175,13 +175,13 @@ def test_a_copy_goes_with_any_message_that_it_needs(store: MessageStore) -> None
     chain = exact_chain(_whole(a, b, c), None, store)
     copies = [link.encoding for link in chain[1:]]
     assert copies_of([a.message]) == copies_of([b.message]) == set(copies)
-    assert stats(store, "s")["num_copies"] == 2 and stats(store, "s")["num_messages"] == 5
+    assert stats(store, SIZES, "s")["num_copies"] == 2 and counts(store, "s")["num_messages"] == 5
     other = exact_chain(_whole(b, c), None, store)[1].encoding
     store.free(a.message)
     assert all(copy.is_given_up for copy in copies) and not other.is_given_up
     assert [copy for m in store.messages() for copy in m.copies.values()] == [other]
     store.free(b.message)
-    assert other.is_given_up and stats(store, "s")["num_messages"] == 1
+    assert other.is_given_up and counts(store, "s")["num_messages"] == 1
     # A call that named b before it was freed still gets its copy, for itself alone.
     late = exact_chain(_whole(c, b), None, store)[1].encoding
     assert late.is_given_up and not any(message.copies for message in store.messages())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.store.test_store import SIZE, Pool
+from tests.store.test_store import SIZE, SIZES, Pool
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.groups import CacheGroups
@@ -119,10 +119,14 @@ def test_a_message_keeps_what_is_seen_right_behind_it(store: MessageStore) -> No
     assert encoding.num_blocks == 13 == store.groups.num_kept_blocks(encoding.num_tokens)
     assert encoding.is_resident and not encoding.has([range(0, 6), range(2, 6), *[range(0)] * 2])
     assert encoding.has([range(0, 6), range(3, 6), *[range(0)] * 2])
-    found = stats(store)
+    found = stats(store, SIZES)
     assert (found["num_blocks"], found["num_window_blocks"]) == (13, 7)
+    assert found["num_blocks_by_group"] == [6, 3, 3, 1]
     assert found["windows"] == list(WINDOWS)
-    blocks = [(b["group"], b["position"]) for b in found["messages"][0]["blocks"]]
+    (message,) = found["messages"]
+    assert message["num_blocks_by_group"] == [6, 3, 3, 1]
+    assert message["bytes_by_group"] == [600, 300, 300, 100]
+    blocks = [(b["group"], b["position"]) for b in message["blocks"]]
     assert blocks[6:10] == [(1, 12), (1, 16), (1, 20), (2, 12)]
     store.residency.check()
     store.evict(encoding)

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.store.test_store import SIZE, Block, Pool
+from tests.store.test_store import SIZE, SIZES, Block, Pool
+from vllm_choreo.memory_changes import StateStart
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Encoding
-from vllm_choreo.store.state_starts import PlannedStart, StateOrigin
+from vllm_choreo.store.host_tier import HostTier
+from vllm_choreo.store.state_starts import StateOrigin
 from vllm_choreo.store.states import States
+from vllm_choreo.store.stats import stats, totals
 from vllm_choreo.store.store import MessageStore
 
 
@@ -55,7 +58,7 @@ def _made(store: MessageStore, name: str) -> Encoding:
     return encoding
 
 
-def _next_step(store: MessageStore) -> list[PlannedStart]:
+def _next_step(store: MessageStore) -> list[StateStart]:
     """Plan and run the step; returns the states that began in it."""
     assert store.states is not None
     store.take_block_copies()
@@ -92,6 +95,25 @@ def test_a_state_is_read_in_a_later_step_than_it_was_written(store: MessageStore
     assert store.can_begin_with([a])
     store.evict(a, into_host=False)
     assert not store.can_begin_with([a]) and store.can_begin_with([])
+
+
+def test_statistics_have_the_bytes_of_states_and_of_copies_in_host_memory(
+    store: MessageStore,
+) -> None:
+    states = store.states
+    assert states is not None
+    a, b = _made(store, "a"), _made(store, "b")
+    assert a.state is not None
+    states.share(b, a.state, 0)
+    assert [m["state_bytes"] for m in stats(store, SIZES)["messages"]] == [SIZES.state] * 2
+    assert stats(store, SIZES)["num_message_states"] == totals(store)["num_message_states"] == 1
+    store.tier = HostTier(4, store.residency.block_copies)
+    _next_step(store)
+    store.evict(a)
+    described = stats(store, SIZES)
+    found = [(m["state_bytes"], m["host_bytes"]) for m in described["messages"]]
+    assert found == [(0, SIZES.block + SIZES.state), (SIZES.state, 0)]
+    assert [m["bytes_by_group"] for m in described["messages"]] == [[], [SIZES.block]]
 
 
 def test_a_preempted_request_withdraws_its_copy(store: MessageStore) -> None:
@@ -201,7 +223,7 @@ def test_who_composes_holds_all_that_it_takes_until_the_step_is_planned(
     assert composed.evict_state(()) is False  # all of them are taken
     states.drop(b)
     assert (of_a.ref_cnt, of_b.ref_cnt) == (3, 1)
-    started = PlannedStart(target.block_id, of_a.block_id, ((of_b.block_id, 2), (of_a.block_id, 2)))
+    started = StateStart(target.block_id, of_a.block_id, ((of_b.block_id, 2), (of_a.block_id, 2)))
     assert _next_step(composed) == [started]
     assert (of_a.ref_cnt, of_b.ref_cnt) == (1, 0)
     states.check()

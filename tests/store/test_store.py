@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from vllm_choreo.errors import NameTakenError, UnknownMessageError
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Encoding, Patch
-from vllm_choreo.store.stats import stats
+from vllm_choreo.store.stats import MemorySizes, stats
 from vllm_choreo.store.store import MessageStore
 
 SIZE = 4
+SIZES = MemorySizes(block=100, state=7)
 
 
 @dataclass(eq=False)
@@ -117,7 +118,7 @@ def test_a_block_without_an_encoded_token_is_not_held(store: MessageStore) -> No
     _encode(store, message, 8)  # the ninth is sampled, but has no key yet
     assert [block.block_id for block in message.held_blocks] == [0, 1]
     assert not message.is_resident
-    assert stats(store)["messages"][0]["blocks"][1]["num_valid_slots"] == 4
+    assert stats(store, SIZES)["messages"][0]["blocks"][1]["num_valid_slots"] == 4
 
 
 def test_the_least_recently_used_idle_message_goes_first(store: MessageStore) -> None:
@@ -247,7 +248,7 @@ def test_whatever_happens_references_are_balanced(steps: list[tuple[str, int]]) 
         store.free(message.message)
         store.settle(message)
     assert all(block.ref_cnt == 0 for block in pool.blocks)
-    assert stats(store)["num_messages"] == 0
+    assert stats(store, SIZES)["num_messages"] == 0
 
 
 @pytest.mark.parametrize("leaves_first", ["earliest", "latest"])

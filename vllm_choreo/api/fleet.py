@@ -318,11 +318,19 @@ def _token_bytes(config: VllmConfig) -> float:
     return float(2 * 2 * model.get_total_num_hidden_layers() * heads)
 
 
+# Of each engine alike, where everything else is added up.
+_SIZES = ("block_size", "block_bytes", "state_bytes")
+
+
 def added_stats(answers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Answers of engines to "stats" or "counts" as one; each message names its `engine`."""
     from vllm_choreo.engine.utility import added
 
-    total = added(list(answers.values()))
+    listed = list(answers.values())
+    total = {**added(listed), **{name: listed[0][name] for name in _SIZES if name in listed[0]}}
+    if "num_blocks_by_group" in total:
+        by_group = zip(*(answer["num_blocks_by_group"] for answer in listed), strict=True)
+        total["num_blocks_by_group"] = [sum(of_group) for of_group in by_group]
     if "messages" in total:
         total["messages"] = [
             {**message, "engine": engine}

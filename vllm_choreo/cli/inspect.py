@@ -128,13 +128,13 @@ def block_map(stats: Mapping[str, Any]) -> str:
             f"{num_window_blocks} of these blocks are of layers with windows of "
             f"{' and '.join(map(str, windows))} tokens: there a message keeps its end."
         )
-        lines += _memory_by_group(stats)
     if num_states := stats.get("num_states"):
         names = [_name(m["id"]) for m in stats["messages"] if m["has_state"]]
         lines.append(
             f"{stats['num_states_used']} of {num_states:,} states; calls can begin at once behind: "
             f"{' '.join(names) or '-'}."
         )
+    lines += _memory(stats)
     if any(message.get("is_copy") for message in stats["messages"]):
         lines.append(
             "(copy): a message encoded once more, after what stands under Attends to: calls in "
@@ -143,15 +143,21 @@ def block_map(stats: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _memory_by_group(stats: Mapping[str, Any]) -> list[str]:
-    """Line for each message: its blocks of each KV cache group, and their bytes."""
+def _memory(stats: Mapping[str, Any]) -> list[str]:
+    """Line for each message: its blocks by KV cache group, and bytes; none: an older file."""
+    if "state_bytes" not in stats:
+        return []
     kinds = ["all" if window is None else str(window) for window in stats["windows"]]
-    lines = ["", f"Blocks by group ({' '.join(kinds)} tokens seen), and bytes:"]
+    by_group = f" by group ({' '.join(kinds)} tokens seen)" if len(kinds) > 1 else ""
+    lines = ["", f"Blocks{by_group}, and bytes in one worker:"]
     for message in stats["messages"]:
-        if of_groups := message["num_blocks_by_group"]:
-            num_bytes = sum(of_groups) * stats["block_bytes"]
-            counts = " ".join(map(str, of_groups))
-            lines.append(f"  {_name(message['id'])}: {counts}, {num_bytes:,} bytes")
+        counts = " ".join(map(str, message["num_blocks_by_group"])) or "0"
+        line = f"  {_name(message['id'])}: {counts}, {sum(message['bytes_by_group']):,} bytes"
+        if message["state_bytes"]:
+            line += f", and {message['state_bytes']:,} of its state"
+        if message["host_bytes"]:
+            line += f"; {message['host_bytes']:,} in host memory"
+        lines.append(line)
     return lines
 
 

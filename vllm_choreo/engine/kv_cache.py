@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
@@ -15,18 +16,23 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
-def block_bytes(kv_cache_config: KVCacheConfig) -> int:
+def block_bytes(kv_cache_config: KVCacheConfig, sharing_layers: Collection[str] = ()) -> int:
     """Bytes of a block in all layers of a worker that use it, those of a drafter among them.
 
     A block belongs to one KV cache group at a time, and is as large as the largest needs it.
+
+    Args:
+        sharing_layers: layers that read what others store; vLLM's workers add them to groups.
     """
-    return max(map(_block_bytes, kv_cache_config.kv_cache_groups), default=0)
+    groups = kv_cache_config.kv_cache_groups
+    return max((_block_bytes(group, sharing_layers) for group in groups), default=0)
 
 
-def _block_bytes(group: KVCacheGroupSpec) -> int:
+def _block_bytes(group: KVCacheGroupSpec, sharing_layers: Collection[str]) -> int:
     spec = group.kv_cache_spec
-    is_sum = isinstance(spec, UniformTypeKVCacheSpecs)
-    return spec.page_size_bytes * (1 if is_sum else len(group.layer_names))
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec.page_size_bytes
+    return spec.page_size_bytes * sum(name not in sharing_layers for name in group.layer_names)
 
 
 def num_kinds(kv_cache_config: KVCacheConfig, has_window_groups: bool) -> int:

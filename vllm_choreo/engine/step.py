@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from vllm_choreo.memory_changes import BlockMove, StateStart
 from vllm_choreo.semantics.other_model import AdapterRequest
 from vllm_choreo.semantics.positions import CallPlan, first_seen, num_span_blocks
 
@@ -52,19 +53,6 @@ class RequestSpans:
     def of_group(self, group: int) -> RequestSpans:
         """Spans that the layers of a group read."""
         return self.other_groups.get(group, self)
-
-
-@dataclass(frozen=True)
-class BlockMove:
-    """Rotate the keys of block `src` by `delta` positions into block `dst`, or in place.
-
-    Both are blocks of one KV cache group.
-    """
-
-    src: int
-    dst: int
-    delta: int
-    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,21 +111,6 @@ class StageRun:
     start: int
     lora: AdapterRequest | None = None
     watch: Watch | None = None
-
-
-@dataclass(frozen=True)
-class StateStart:
-    """State of a request that starts: what messages left, by the numbers of their states.
-
-    Attributes:
-        target: the state that begins.
-        behind: the state that it is at first; None: that of an empty text.
-        composed: (state, tokens of its message) of each message that changes it then, in order.
-    """
-
-    target: int
-    behind: int | None
-    composed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,10 @@ def install() -> None:
 
 
 def _run(core: EngineCore, operation: str, args: list[object]) -> Any:
-    return core.scheduler.operations.run(operation, args)
+    operations = core.scheduler.operations
+    if operations.lacks_state_bytes:
+        operations.set_state_bytes(core.collective_rpc("choreo_state_bytes")[0])
+    return operations.run(operation, args)
 
 
 def call(llm: LLM, operation: str, *args: object) -> Any:

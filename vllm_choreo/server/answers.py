@@ -118,6 +118,11 @@ class MessageBlocksAnswer(AnswerObject):
     num_tokens: int
     num_readers: Annotated[int, Doc("Calls that read it now.")]
     num_waiting: Annotated[int, Doc("Calls that wait for it.")]
+    bytes_by_group: Annotated[
+        list[int], Doc("Bytes of its blocks in one worker, by group; none: it is evicted.")
+    ]
+    state_bytes: Annotated[int, Doc("Bytes of the state at its end in one worker; 0: none.")]
+    host_bytes: Annotated[int, Doc("Bytes of its copy in host memory, state included.")]
     blocks: Annotated[list[BlockAnswer], Doc("By group, as its tokens; none: it is evicted.")]
 
 
@@ -150,6 +155,9 @@ def blocks_json(session_id: str, stats: Mapping[str, Any]) -> BlocksAnswer:
                 "num_tokens": message["num_tokens"],
                 "num_readers": message["num_readers"],
                 "num_waiting": message["num_waiting"],
+                "bytes_by_group": message["bytes_by_group"],
+                "state_bytes": message["state_bytes"],
+                "host_bytes": message["host_bytes"],
                 "blocks": message["blocks"],
             }
             for message in described

@@ -116,6 +116,11 @@ _GAUGES: dict[str, tuple[str, Callable[[_Totals], float]]] = {
         "have blocks of their own. 1 means 100 percent.",
         lambda totals: totals["num_window_blocks"] / totals["num_pool_blocks"],
     ),
+    "states_usage_perc": (
+        "Part of the states of models that have them that messages and running requests hold. "
+        "1 means 100 percent.",
+        lambda totals: totals["num_states_used"] / max(1, totals["num_states"]),
+    ),
     "host_memory_usage_perc": (
         "Part of the host memory for evicted messages that is in use. 1 means 100 percent.",
         lambda totals: totals["num_host_blocks_used"] / max(1, totals["num_host_blocks"]),
@@ -135,6 +140,27 @@ _GAUGES: dict[str, tuple[str, Callable[[_Totals], float]]] = {
     "num_calls_running": (
         "Calls that run or may start as soon as there is room, encodings again included.",
         lambda totals: totals["num_calls"] - totals["num_calls_waiting"],
+    ),
+}
+# Likewise, by the kind of what lies there.
+_MEMORY: dict[str, tuple[str, dict[str, Callable[[_Totals], float]]]] = {
+    "message_memory_bytes": (
+        "Bytes that messages hold in the memory of one worker: blocks of full attention (or of all "
+        "layers, where windows have no blocks of their own), of sliding windows, and states.",
+        {
+            "full": lambda totals: (
+                (totals["num_blocks"] - totals["num_window_blocks"]) * totals["block_bytes"]
+            ),
+            "window": lambda totals: totals["num_window_blocks"] * totals["block_bytes"],
+            "state": lambda totals: totals["num_message_states"] * totals["state_bytes"],
+        },
+    ),
+    "host_memory_bytes": (
+        "Bytes that evicted messages hold in the host memory of one worker.",
+        {
+            "blocks": lambda totals: totals["num_host_blocks_used"] * totals["block_bytes"],
+            "state": lambda totals: totals["num_host_states_used"] * totals["state_bytes"],
+        },
     ),
 }
 _COUNTERS = {
@@ -290,13 +316,18 @@ class EngineMetrics:
     """
 
     def __init__(self, add: _Adder, num_engines: int = 1) -> None:
-        gauges = {
-            name: add(Gauge, name, text, ["engine"], multiprocess_mode="mostrecent")
-            for name, (text, _) in _GAUGES.items()
-        }
+        gauge = partial(add, Gauge, multiprocess_mode="mostrecent")
+        gauges: list[tuple[Callable[..., Any], tuple[str, ...], Callable[[_Totals], float]]] = [
+            (gauge(name, text, ["engine"]), (), value) for name, (text, value) in _GAUGES.items()
+        ]
+        for name, (text, by_kind) in _MEMORY.items():
+            series = gauge(name, text, ["engine", "kind"])
+            gauges += [(series, (kind,), value) for kind, value in by_kind.items()]
         counters = {name: add(Counter, name, text, ["engine"]) for name, text in _COUNTERS.items()}
         engines = range(num_engines)
-        self._gauges = [{name: of(str(e)) for name, of in gauges.items()} for e in engines]
+        self._gauges = [
+            [(of(str(e), *labels), value) for of, labels, value in gauges] for e in engines
+        ]
         self._counters = [{name: of(str(e)) for name, of in counters.items()} for e in engines]
         self._last: list[_Totals] = [{} for _ in engines]
 
@@ -324,12 +355,12 @@ class EngineMetrics:
         """Show the totals of the engines that have answered."""
         for engine, gauges in enumerate(self._gauges):
             if engine not in totals:
-                for gauge in gauges.values():
+                for gauge, _ in gauges:
                     gauge.set(math.nan)
                 continue
             found = totals[engine]
-            for name, (_, value) in _GAUGES.items():
-                gauges[name].set(value(found))
+            for gauge, value in gauges:
+                gauge.set(value(found))
             self._count(engine, found)
 
     def _count(self, engine: int, totals: _Totals) -> None:

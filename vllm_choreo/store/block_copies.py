@@ -25,6 +25,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from vllm_choreo.memory_changes import BlockMove
+
 
 class Block(Protocol):
     """A block of vLLM's pool."""
@@ -58,12 +60,12 @@ class PlannedCopies:
     Attributes:
         saves: (KV cache block, host block) each.
         loads: (host block, KV cache block) each.
-        moves: (source, target, positions by which keys turn, KV cache group) each.
+        moves: blocks whose keys are turned into other blocks.
     """
 
     saves: tuple[tuple[int, int], ...]
     loads: tuple[tuple[int, int], ...]
-    moves: tuple[tuple[int, int, int, int], ...]
+    moves: tuple[BlockMove, ...]
 
 
 class BlockCopies:
@@ -97,7 +99,7 @@ class BlockCopies:
             tuple((source.block_id, host_block) for host_block, source in self._saves.items()),
             tuple((host_block, target) for target, host_block in self._loads.items()),
             tuple(
-                (source.block_id, target, delta, group)
+                BlockMove(source.block_id, target, delta, group)
                 for target, (source, delta, group) in self._moves.items()
             ),
         )

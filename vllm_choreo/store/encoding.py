@@ -270,6 +270,11 @@ class Encoding:
         return any(counts) or bool(self.encoders)
 
     @property
+    def is_awaited(self) -> bool:
+        """True if a call waits for it or for a patch of it, or a run of it is to be written."""
+        return bool(self.num_waiting or self.num_wanting or self.unwritten)
+
+    @property
     def is_given_up(self) -> bool:
         """True if no new call will read it."""
         return self.is_orphan or self.message.freed or self.message.failure is not None

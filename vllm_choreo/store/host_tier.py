@@ -81,6 +81,10 @@ class HostTier:
         """Blocks that hold encodings."""
         return self.num_blocks - len(self._free)
 
+    def num_blocks_of(self, encoding: Encoding) -> int:
+        """Blocks that a copy of an encoding takes; 0: there is none."""
+        return len(self._saved[encoding].host_blocks) if encoding in self._saved else 0
+
     def save(self, encoding: Encoding) -> None:
         """Copy the blocks of an encoding out, if it fits and does not lie there already.
 

@@ -115,8 +115,7 @@ class Residency:
 
     def _trim_unless_needed(self, encoding: Encoding) -> None:
         """Trim an encoding that nobody waits for, whose tokens are final."""
-        is_needed = encoding.num_waiting or encoding.num_wanting or encoding.unwritten
-        is_needed = is_needed or encoding.is_kept_whole or not encoding.is_known
+        is_needed = encoding.is_awaited or encoding.is_kept_whole or not encoding.is_known
         if self.groups.has_windows and not is_needed:
             self.trim(encoding)
 
@@ -255,11 +254,7 @@ class Residency:
         """
         if not self.groups.has_windows:
             return False
-        whole = [
-            e
-            for e in self._holding
-            if e.is_kept_whole and not (e.num_waiting or e.num_wanting or e.unwritten)
-        ]
+        whole = [e for e in self._holding if e.is_kept_whole and not e.is_awaited]
         return any(self.trim(encoding) for encoding in whole if encoding not in needed)
 
     def over_share(self, max_blocks: int, now: float) -> list[Encoding]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from vllm_choreo.memory_changes import StateStart
 from vllm_choreo.store.block_copies import Block, BlockPool
 from vllm_choreo.store.encoding import Encoding
 
@@ -46,20 +47,6 @@ class StateOrigin(NamedTuple):
     def encodings(self) -> tuple[Encoding, ...]:
         """All encodings whose states it takes."""
         return self.composed if self.behind is None else (self.behind, *self.composed)
-
-
-class PlannedStart(NamedTuple):
-    """Start of a state in a step that was planned, by the numbers of states.
-
-    Attributes:
-        target: the state that begins.
-        behind: the state that it is at first; None: that of an empty text.
-        composed: (state, tokens of its message) of each that changes it then, in order.
-    """
-
-    target: int
-    behind: int | None
-    composed: tuple[tuple[int, int], ...]
 
 
 class _Start(NamedTuple):
@@ -110,10 +97,10 @@ class StateStarts:
                 released += start.sources
         return released
 
-    def take(self) -> tuple[PlannedStart, ...]:
+    def take(self) -> tuple[StateStart, ...]:
         """End the planning of a step; return its starts, which hold no state any more."""
         planned = tuple(
-            PlannedStart(
+            StateStart(
                 target,
                 start.behind.block_id if start.behind is not None else None,
                 tuple((state.block_id, num_tokens) for state, num_tokens in start.composed),

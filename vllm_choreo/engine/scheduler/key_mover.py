@@ -13,7 +13,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
-from vllm_choreo.engine.step import BlockMove
+from vllm_choreo.memory_changes import BlockMove
 from vllm_choreo.semantics.positions import ParentPlan
 from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Encoding

@@ -24,7 +24,7 @@ class Operations:
     Args:
         snapshots: operations of messages that are saved and loaded, by name.
         max_pinned_blocks: blocks of the KV cache that pinned messages may hold.
-        block_bytes: bytes of a block in all layers of one worker.
+        sizes: bytes of a block; those of a state are told by workers, see `lacks_state_bytes`.
         pending_last_tokens: returns the calls that encode a last token and wait for their step.
         finish: the scheduler's `finish_requests`.
     """
@@ -36,7 +36,7 @@ class Operations:
         *,
         snapshots: Mapping[str, Callable[..., Any]],
         max_pinned_blocks: int,
-        block_bytes: int,
+        sizes: store_stats.MemorySizes,
         pending_last_tokens: Callable[[], list[ScheduledCall]],
         finish: Callable[[Iterable[str], RequestStatus], Any],
     ) -> None:
@@ -45,7 +45,7 @@ class Operations:
         self._pool = pool
         self._snapshots = snapshots
         self._max_pinned_blocks = max_pinned_blocks
-        self._block_bytes = block_bytes
+        self._sizes = sizes
         self._pending_last_tokens = pending_last_tokens
         self._finish = finish
 
@@ -60,6 +60,15 @@ class Operations:
             return run(*args)
         except ChoreoError as error:
             return {"choreo_error": error.to_report()}
+
+    @property
+    def lacks_state_bytes(self) -> bool:
+        """True if the model has states, and `set_state_bytes` is still to be called."""
+        return self._store.states is not None and not self._sizes.state
+
+    def set_state_bytes(self, num_bytes: int) -> None:
+        """Note how many bytes a state takes in one worker, which workers alone know."""
+        self._sizes = self._sizes._replace(state=num_bytes)
 
     def free(self, session: str, message_ids: Iterable[str]) -> int:
         """Free messages; returns how many there were."""
@@ -144,7 +153,7 @@ class Operations:
 
     def stats(self, session: str | None = None) -> dict[str, Any]:
         """Messages, blocks and sharing; of all sessions if `session` is None."""
-        return {**store_stats.stats(self._store, session), **self._pool_stats()}
+        return {**store_stats.stats(self._store, self._sizes, session), **self._pool_stats()}
 
     def counts(self, session: str) -> dict[str, Any]:
         """Counts of a session, without its messages."""
@@ -160,15 +169,19 @@ class Operations:
     def _pool_stats(self) -> dict[str, int]:
         tier, hidden, states = self._store.tier, self._store.hidden, self._store.states
         pictures = self._store.pictures
+        states_tier = states.tier if states else None
         waiting = self._call_table.waiting.values()
         return {
             "num_free_blocks": self._pool.get_num_free_blocks(),
             "num_pool_blocks": self._pool.num_gpu_blocks,
-            "block_bytes": self._block_bytes,
+            "block_bytes": self._sizes.block,
+            "state_bytes": self._sizes.state,
             "num_host_blocks": tier.num_blocks if tier else 0,
             "num_host_blocks_used": tier.num_used if tier else 0,
             "num_states": states.num_states if states else 0,
             "num_states_used": states.num_states - states.num_free if states else 0,
+            "num_host_states": states_tier.num_blocks if states_tier else 0,
+            "num_host_states_used": states_tier.num_used if states_tier else 0,
             "num_hidden_bytes": hidden.num_bytes if hidden else 0,
             "max_hidden_bytes": hidden.max_bytes if hidden else 0,
             "num_picture_bytes": pictures.num_bytes if pictures else 0,

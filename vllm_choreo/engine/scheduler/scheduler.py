@@ -49,10 +49,8 @@ from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
 from vllm_choreo.engine.scheduler.window_manager import keep_windows_of_calls
 from vllm_choreo.engine.step import (
-    BlockMove,
     ChoreoStep,
     HiddenCapture,
-    StateStart,
     add_step,
     attention_of,
 )
@@ -63,6 +61,7 @@ from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.pictures import PictureMemory
 from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.states import States
+from vllm_choreo.store.stats import MemorySizes
 from vllm_choreo.store.store import MessageStore
 
 # Ten seconds at least in an engine core's process: vLLM sleeps 1 ms after an idle step there.
@@ -164,7 +163,7 @@ class _Choreographed(Scheduler):
             pool,
             snapshots=snapshot_operations(self.snapshots),
             max_pinned_blocks=self._num_blocks(self.choreo_config.pinned_share),
-            block_bytes=block_bytes(self.kv_cache_config),
+            sizes=MemorySizes(block_bytes(self.kv_cache_config), 0),
             pending_last_tokens=self._pending_last_tokens,
             finish=self.finish_requests,
         )
@@ -325,8 +324,7 @@ class _Choreographed(Scheduler):
         if self.mover is not None:
             self.mover.withdraw_all()
         copies = self.store.take_block_copies()
-        moves = [BlockMove(*move) for move in copies.moves]
-        moves += self.mover.take_moves() if self.mover else []
+        moves = [*copies.moves, *(self.mover.take_moves() if self.mover else ())]
         hidden, stages = self.store.hidden, self.patcher.stager.take()
         step = ChoreoStep(
             spans,
@@ -353,7 +351,7 @@ class _Choreographed(Scheduler):
             states={request_id: state.block_id for request_id, state in found.items() if state},
             state_saves=copies.saves,
             state_loads=copies.loads,
-            state_starts=tuple(StateStart(*start) for start in states.starts.take()),
+            state_starts=states.starts.take(),
         )
 
     def _captures(self, started: Iterable[ScheduledCall]) -> dict[str, HiddenCapture]:

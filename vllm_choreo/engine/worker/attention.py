@@ -149,8 +149,8 @@ class ChoreoImpl(SpanReader):
         self,
         layer: Attention,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: object,
         output: torch.Tensor,
@@ -162,6 +162,9 @@ class ChoreoImpl(SpanReader):
         With CUDA graphs `query` and `output` may have rows of padding; they are left alone.
         """
         if isinstance(attn_metadata, QueryRecorder):
+            if key is None or value is None:  # they are those of an earlier layer
+                source = layer.kv_sharing_target_layer_name
+                return attn_metadata.record_shared(self.layer_name, query, source, output)
             return attn_metadata.record(self.layer_name, query, key, value, output)
         if self.attend(query, kv_cache, output):
             return output

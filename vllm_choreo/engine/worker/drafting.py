@@ -77,17 +77,17 @@ class DrafterSpans:
         self._batchers[0].running = self.shifts = None
 
     def _step(self, batch: CommonAttentionMetadata, num_added: int) -> StepBatch:
-        seq_lens, bounds = batch.seq_lens, batch.seq_lens_cpu_upper_bound
-        if seq_lens.device.type != "cpu":
+        host_lens = batch.seq_lens
+        if host_lens.device.type != "cpu":
             # vLLM adds them on the device alone; for kernels there a bound will do.
-            assert bounds is not None
-            bounds = bounds + num_added
+            assert batch.seq_lens_cpu_upper_bound is not None
+            host_lens = batch.seq_lens_cpu_upper_bound + num_added
         return StepBatch(
             self.request_ids,
             batch.query_start_loc_cpu,
-            seq_lens if seq_lens.device.type == "cpu" else bounds,
+            host_lens,
             batch.block_table_tensor,
-            seq_lens,
+            batch.seq_lens,
         )
 
 

@@ -9,9 +9,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -19,14 +18,23 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.kv_cache import block_bytes, groups_of_layers
 from vllm_choreo.engine.speculation import has_layers
-from vllm_choreo.engine.step import BlockMove, step_of, with_attention
-from vllm_choreo.engine.worker.attention import SpanReader
+from vllm_choreo.engine.step import step_of, with_attention
 from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
 from vllm_choreo.engine.worker.composition_probe import probe_composition
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
-from vllm_choreo.engine.worker.cpu_rotary import correct_rotary
+from vllm_choreo.engine.worker.cpu_rotary import correct_rotary, rotates_by_heads
 from vllm_choreo.engine.worker.drafting import DrafterSpans, DraftLayers, choreographed
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
+from vllm_choreo.engine.worker.layer_checks import (
+    attention_layers,
+    check_layer,
+    check_own_keys,
+    check_seen,
+    check_shared_memory,
+    check_sharing,
+    check_sizes,
+    source_of,
+)
 from vllm_choreo.engine.worker.partial_runs import PartialRuns
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
 from vllm_choreo.engine.worker.quantized import quantized_kv
@@ -35,7 +43,7 @@ from vllm_choreo.engine.worker.state_layers import StateLayers
 from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.engine.worker.windows import widen_windows
-from vllm_choreo.errors import UnsupportedModelError
+from vllm_choreo.memory_changes import BlockMove
 from vllm_choreo.ops import Rotation, detect_layout, reposition_keys
 from vllm_choreo.ops.sharing import PARTIAL_BYTES
 
@@ -77,6 +85,7 @@ class ChoreoModelRunner:
 
     batcher: SpanBatcher
     layers: dict[str, Attention]
+    sharing_layers: Mapping[str, Attention] = {}  # they read keys that earlier ones store
     drafter_layers: Mapping[str, Attention] = {}
     drafter_spans: DrafterSpans | None = None
     groups: Mapping[str, int]  # KV cache group of each layer
@@ -106,6 +115,7 @@ class ChoreoModelRunner:
             is_composed = config.composed_states
             self.states = StateLayers(states, self.vllm_config, self.device, is_composed)
         others = {name: spec for name, spec in specs.items() if name not in states}
+        check_sizes(others, attention_layers(self.vllm_config))
         return others if config.window_groups else widen_windows(others, self.vllm_config)
 
     def memory_for_keys(self, available: int) -> int:
@@ -130,16 +140,19 @@ class ChoreoModelRunner:
             UnsupportedLayoutError: the KV cache cannot be read; says what was found.
         """
         modules = set(self.get_model().modules())
-        found = _attention_layers(self.vllm_config)
-        _check_seen(self.kv_cache_config, self.vllm_config, found)
-        self.layers = layers = {n: layer for n, layer in found.items() if layer in modules}
+        found = attention_layers(self.vllm_config)
+        check_seen(self.kv_cache_config, self.vllm_config, found)
+        layers = {n: layer for n, layer in found.items() if layer in modules}
+        self.sharing_layers = {n: layer for n, layer in layers.items() if source_of(layer)}
+        self.layers = {n: layer for n, layer in layers.items() if n not in self.sharing_layers}
         self._check_layers(layers)
-        _check_shared({n: layer.impl.kv_cache_of(layer) for n, layer in layers.items()})
+        check_shared_memory({n: layer.impl.kv_cache_of(layer) for n, layer in layers.items()})
         if self.lora_config:
             correct_adapters(self.lora_manager)
-        if self.device.type == "cpu" and self.vllm_config.model_config.use_mla:
+        if self.device.type == "cpu" and rotates_by_heads(self.vllm_config.model_config):
             correct_rotary(self.get_model())
         config = ChoreoConfig.from_vllm(self.vllm_config)
+        check_sharing(self.sharing_layers, config, self.cache_config)
         if self.states is not None:
             num_tokens = self.kv_cache_config.num_blocks * self.cache_config.block_size
             self.states.allocate(config.num_states(num_tokens))
@@ -158,13 +171,13 @@ class ChoreoModelRunner:
         self.batcher = self._make_batcher(kinds, is_tiled)
         self._read_spans(layers, kinds, self.batcher)
         if has_layers(self.vllm_config.speculative_config):
-            drafters = {n: layer for n, layer in found.items() if layer not in modules}
+            drafters = {n: layer for n, layer in found.items() if n not in layers}
             self._prepare_drafter(drafters, is_tiled)
         self.host_blocks = self._make_host_blocks(config)
         if config.hidden_bytes:
             self.partial_runs = PartialRuns(
                 *(self.get_model(), self.vllm_config, self.batcher),
-                *(layers, self.groups, self._use_adapter),
+                *(self.layers, self.groups, self._use_adapter),
             )
         self._guard_graphs()
         if is_tiled:
@@ -197,6 +210,7 @@ class ChoreoModelRunner:
             UnsupportedOptionError: no drafter of its kind can.
         """
         drafter = choreographed(self.drafter)
+        check_own_keys(layers)
         self.drafter_layers = layers
         self._check_layers(layers)
         found = probe_positions(
@@ -240,7 +254,8 @@ class ChoreoModelRunner:
             layers[name].impl.prepare(batcher, kind, quantized_kv(layers[name]))
 
     def _make_host_blocks(self, config: ChoreoConfig) -> HostBlocks | None:
-        num_blocks = config.num_host_blocks(block_bytes(self.kv_cache_config))
+        num_bytes = block_bytes(self.kv_cache_config, self.sharing_layers)
+        num_blocks = config.num_host_blocks(num_bytes)
         if self.states is not None:
             num_tokens = num_blocks * self.cache_config.block_size
             self.states.allocate_in_host(num_tokens // config.tokens_per_state)
@@ -265,9 +280,10 @@ class ChoreoModelRunner:
 
     def _check_layers(self, layers: Mapping[str, Attention]) -> None:
         for name, layer in layers.items():
-            _check_layer(name, layer, self.cache_config.block_size)
+            check_layer(name, layer, self.cache_config.block_size)
             layer.impl.layer_name = name
-            self._check_layout(layer)
+            if not source_of(layer):
+                self._check_layout(layer)
 
     def _check_layout(self, layer: Attention) -> None:
         def write(
@@ -400,12 +416,6 @@ class ChoreoModelRunner:
                 )
 
 
-def _attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
-    """Layers with attention, those with MLA included, by their names."""
-    dense = get_layers_from_vllm_config(vllm_config, Attention)
-    return {**dense, **get_layers_from_vllm_config(vllm_config, MLAAttention)}
-
-
 def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[Sequence[int]]]:
     """Block ids, by KV cache group, of the requests that start, or start again, in a step."""
     cached = output.scheduled_cached_reqs
@@ -414,74 +424,3 @@ def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[Sequence[int]
         **{new.req_id: new.block_ids for new in output.scheduled_new_reqs},
         **{r: blocks for r, blocks in resumed if r in cached.resumed_req_ids},
     }
-
-
-def _check_seen(
-    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, found: Mapping[str, Attention]
-) -> None:
-    """Check that all layers with keys and values are of vLLM's class `Attention`.
-
-    Raises:
-        UnsupportedModelError: one is not; what we do to layers would miss it.
-    """
-    layers = vllm_config.compilation_config.static_forward_context
-    for group in kv_cache_config.kv_cache_groups:
-        for name in group.layer_names:
-            if name not in found:
-                raise UnsupportedModelError(
-                    f"layer {name} keeps what it reads of earlier tokens in a way of its own "
-                    f"({type(layers.get(name)).__name__}, not vLLM's Attention), which cannot be "
-                    'choreographed; run this model without the plugin (VLLM_PLUGINS="")',
-                    parameter="model",
-                    value=name,
-                )
-
-
-def _check_shared(caches: Mapping[str, torch.Tensor]) -> None:
-    """Check that layers of several KV cache groups that lie over one another look alike.
-
-    So a block's bytes are the same, of whichever group it is.
-
-    Raises:
-        UnsupportedModelError: two of them do not.
-    """
-    first_at: dict[int, str] = {}
-    for name, cache in caches.items():
-        first = first_at.setdefault(cache.data_ptr(), name)
-        looks = [(c.shape, c.stride(), c.dtype) for c in (cache, caches[first])]
-        if looks[0] != looks[1]:
-            raise UnsupportedModelError(
-                f"layers {first} and {name} have keys and values of other shapes, in KV cache "
-                "groups that share memory: leave additional_config.choreo.window_groups out",
-                parameter="model",
-                value=name,
-            )
-
-
-def _check_layer(name: str, layer: Attention, block_size: int) -> None:
-    """Check that the layer's attention can read spans.
-
-    Raises:
-        UnsupportedModelError: it cannot.
-    """
-    impl = layer.impl
-    if not isinstance(impl, SpanReader):
-        found = f"the backend {type(impl).__name__}"
-    elif getattr(layer.attn_backend, "supports_kv_cache_update_bypass", False):
-        found = "keys that its model stores itself, where they cannot be probed"
-    elif getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-        found = "keys and values shared with another layer"
-    elif getattr(layer, "attention_chunk_size", None):
-        found = f"attention in chunks of {layer.attention_chunk_size} tokens"
-    elif getattr(impl, "use_alibi_sqrt", False) or getattr(impl, "chunk_lookback", -1) >= 0:
-        found = "chunks, or biases by the root of the distance"
-    elif (num_tokens := impl.kv_cache_of(layer).shape[2]) != block_size:
-        found = f"blocks of {num_tokens} tokens where the engine has {block_size}"
-    else:
-        return
-    raise UnsupportedModelError(
-        f"layer {name} has {found}, which cannot be choreographed; run this model without the "
-        'plugin (VLLM_PLUGINS="")',
-        parameter="model",
-        value=name,
-    )

@@ -48,7 +48,8 @@ class QueryRecorder:
     Attributes:
         num_actual_tokens: tokens of the run.
         queries, keys: per layer, float32 `[num_tokens, heads, head_size]`, in host memory; what
-            rotates comes first.
+            rotates comes first. Keys are those that the layer reads, whichever has stored them.
+        values: per layer, `[num_tokens, num_kv_heads, head_size]`.
     """
 
     num_actual_tokens: int
@@ -58,6 +59,7 @@ class QueryRecorder:
     num_prefills: ClassVar[int] = 1
     queries: dict[str, torch.Tensor] = field(default_factory=dict)
     keys: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def record(
         self,
@@ -74,8 +76,25 @@ class QueryRecorder:
             query, output: `[num_tokens, num_heads, head_size]`.
             key, value: `[num_tokens, num_kv_heads, head_size]`.
         """
-        self.queries[layer] = query.detach().to("cpu", torch.float32, copy=True)
         self.keys[layer] = key.detach().to("cpu", torch.float32, copy=True)
+        self.values[layer] = value.detach().clone()
+        return self._pass_through(layer, query, value, output)
+
+    def record_shared(
+        self, layer: str, query: torch.Tensor, source: str, output: torch.Tensor
+    ) -> torch.Tensor:
+        """Record a layer's query beside the key of an earlier layer, whose value is the output.
+
+        Args:
+            source: name of the earlier layer.
+        """
+        self.keys[layer] = self.keys[source]
+        return self._pass_through(layer, query, self.values[source], output)
+
+    def _pass_through(
+        self, layer: str, query: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+    ) -> torch.Tensor:
+        self.queries[layer] = query.detach().to("cpu", torch.float32, copy=True)
         group = query.shape[1] // value.shape[1]
         output.copy_(value.repeat_interleave(group, dim=1).view_as(output))
         return output

@@ -25,12 +25,12 @@ from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_s
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-from vllm_choreo.engine.step import StateStart
 from vllm_choreo.engine.worker.block_bytes import bytes_of, tensor_of
 from vllm_choreo.engine.worker.composed_layers import ComposedLayer, transition_bytes
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.state_transitions import FollowedTokens
 from vllm_choreo.engine.worker.tensors import to_device
+from vllm_choreo.memory_changes import StateStart
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

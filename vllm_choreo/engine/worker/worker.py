@@ -62,14 +62,19 @@ class ChoreoWorker:
 
     def choreo_positions(self) -> list[dict[str, Any]]:
         """Rotation, window and sinks of each layer, as plain data, for `vllm-choreo doctor`."""
+        layers = {**self.runner.layers, **self.runner.sharing_layers}
         return [
-            {**found.describe(), **self.runner.layers[found.layer].impl.describe()}
+            {**found.describe(), **layers[found.layer].impl.describe()}
             for found in self.runner.layer_positions
         ]
 
     def choreo_states(self) -> list[dict[str, object]]:
         """Kind and size of the state of each layer that has one, for `vllm-choreo doctor`."""
         return self.runner.states.describe() if self.runner.states is not None else []
+
+    def choreo_state_bytes(self) -> int:
+        """Bytes of one state in all layers of this worker; 0: the model has none."""
+        return self.runner.states.state_bytes if self.runner.states is not None else 0
 
     # -- keys and values that are saved and loaded -------------------------------------------
 
