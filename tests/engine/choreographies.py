@@ -383,7 +383,8 @@ def check(
             for (n, start, stop), offset in zip(ran.spans, ran.offsets, strict=True)
         ]
         header, pictures = oracle.prompt(ran.call.tokens, ran.call.pictures)
-        message = oracle.encode(ran.message.token_ids, parents, ran.new_offset, pictures)
+        shown = {"pictures": pictures} if pictures else {}  # of most models the oracle takes none
+        message = oracle.encode(ran.message.token_ids, parents, ran.new_offset, **shown)
         encoded.append(message)
         where = f"message {number}: {ran}"
         check_form(ran, header, where)

@@ -289,7 +289,8 @@ def test_labels_hold_no_ids_and_series_do_not_grow(
     for text in ("secret-name", *KEYS, *(s.id for s in sessions), *(m["id"] for m in made)):
         assert text not in page.text
     labels = {label for _, pairs in page.ours() for label, _ in pairs}
-    assert labels == {"model_name", "type", "outcome", "error_type", "reason", "le", "engine"}
+    expected = {"model_name", "type", "outcome", "error_type", "reason", "le", "engine", "kind"}
+    assert labels == expected
     for s in sessions:
         s.client.delete(s.path)
 
