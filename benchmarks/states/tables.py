@@ -3,7 +3,17 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.tables import Cell, Row, Rows, Table, middle, of, paired_ratio, spread
+from benchmarks.harness.tables import (
+    Cell,
+    Row,
+    Rows,
+    Table,
+    middle,
+    of,
+    over,
+    paired_ratio,
+    spread,
+)
 from benchmarks.states.bars import (
     FIRST_TOKEN_BAR,
     ORDINARY_BAR,
@@ -40,6 +50,9 @@ CHAIN_TABLES = {
             "turns": lambda rows: len(of("turn", side="chain")(rows)),
             "tokens of the text": spread(of("text_tokens", side="chain"), ".0f"),
             "of which new": spread(of("new_tokens", side="chain"), ".0f"),
+            "text / new": spread(
+                over(of("text_tokens", side="chain"), of("new_tokens", side="chain")), ".1f"
+            ),
             "found by stock": spread(of("reused_tokens", side="stock"), ".0f"),
             "first token, stock, ms": _first("stock"),
             "chain, ms": _first("chain"),
