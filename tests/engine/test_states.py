@@ -245,6 +245,11 @@ class Tree:
 
 _SEEDS = [range(5), *(range(first, first + 5) for first in range(5, 100, 5))]
 _ASYNC = Configuration("", frozenset({"async"}), 25)
+_LITTLE_ROOM: dict[str, Any] = {
+    "num_gpu_blocks_override": 25,
+    "max_model_len": 24 * 32,
+    "additional_config": {"choreo": {"tokens_per_state": 160}},
+}
 
 
 @pytest.fixture(params=sampled([True, False], 1), ids=["async", ""])
@@ -350,6 +355,23 @@ def test_states_come_back_from_host_memory(
     invariants.check_nothing_is_left(_scheduler(llm))
 
 
+@pytest.mark.exhaustive
+def test_a_model_without_positions(
+    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
+) -> None:
+    """Nemotron-H: Mamba2, and attention that knows no positions. Its states can be composed."""
+    path = tiny_model_path("nemotron_h")
+    choreo = {"composed_states": True, "tokens_per_state": 128}
+    llm = engine_slot(path, additional_config={"choreo": choreo})
+    oracle = TextOracle(path)
+    for seed in range(12):
+        with Choreography(llm) as c:
+            tree = Tree(random.Random(300 + seed))
+            for _ in range(6):
+                tree.step(c, oracle)
+        invariants.check_nothing_is_left(_scheduler(llm))
+
+
 # -- in bfloat16 -------------------------------------------------------------------------------
 
 
@@ -362,20 +384,35 @@ def _squares(oracle: TextOracle, text: Sequence[int], tokens: Any, logprobs: Any
     ]
 
 
+def _root_mean(squares: Sequence[float]) -> float:
+    return float((sum(squares) / len(squares)) ** 0.5)
+
+
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("is_small", [False, True], ids=["", "small"])
 def test_delta_rule_is_as_near_to_float32_as_ordinary_requests(
-    engine_slot: Callable[..., Any], tmp_path: Path
+    engine_slot: Callable[..., Any], tmp_path: Path, is_small: bool
 ) -> None:
-    """vLLM runs gated delta rules on CPU in bfloat16 alone, so both are judged by one float32."""
+    """vLLM runs gated delta rules on CPU in bfloat16 alone, so both are judged by one float32.
+
+    Chains are long and branch; in a small pool they lose blocks and states, and states alone.
+    """
     path = make_tiny_model("qwen3_next", tmp_path, dtype=torch.bfloat16)
-    llm, oracle, rng = engine_slot(path, dtype="bfloat16"), TextOracle(path), random.Random(0)
+    options = _LITTLE_ROOM if is_small else {}
+    llm, oracle, rng = (
+        engine_slot(path, dtype="bfloat16", **options),
+        TextOracle(path),
+        random.Random(0),
+    )
     chained: list[float] = []
     ordinary: list[float] = []
     with Choreography(llm) as c:
-        for _ in range(24):
-            lengths = [rng.choice((1, 7, 31, 33, 64, 90)) for _ in range(3)]
-            chain: list[Message] = []
-            for length in lengths:
+        chains: list[list[Message]] = []
+        for number in range(104):
+            # Half of them go on behind an old one, which may have been evicted.
+            chain = list(rng.choice(chains)[:-1]) if number % 2 else []
+            for length in [rng.choice((1, 7, 31, 33, 64, 90)) for _ in range(1 if chain else 3)]:
                 chain.append(c.prefill(_tokens(rng, length), parents=chain))
             chain.append(c.decode(_tokens(rng, 4), parents=chain, sampling_params=_greedy(4)))
             header = _tokens(rng, 3)
@@ -385,6 +422,10 @@ def test_delta_rule_is_as_near_to_float32_as_ordinary_requests(
             (output,) = llm.generate([{"prompt_token_ids": text}], _greedy(), use_tqdm=False)
             said = output.outputs[0]
             ordinary += _squares(oracle, text, said.token_ids, said.logprobs)
-    far = (sum(chained) / len(chained)) ** 0.5 / (sum(ordinary) / len(ordinary)) ** 0.5
-    # Of 24 requests each; another choice of tokens moves it by as much.
+            chains.append(chain)
+            invariants.check(_scheduler(llm))
+    totals = _scheduler(llm).store.totals
+    assert not is_small or (totals["encoded_again_messages"] and totals["evicted_states"])
+    far = _root_mean(chained) / _root_mean(ordinary)
+    # Another choice of tokens moves it: of 24 requests each, by as much.
     assert far < 1.15, far

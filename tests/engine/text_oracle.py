@@ -28,11 +28,17 @@ class TextOracle:
         """float32 `[len(token_ids), vocab_size]`; row i predicts the token after token i."""
         return self.model(torch.tensor([list(token_ids)])).logits[0].log_softmax(-1)
 
-    def check(self, text: Sequence[int], message: Message) -> None:
-        """Check a generated message behind `text`, its header included."""
-        generated, reported = message.generated_token_ids, message.logprobs
+    def check(self, text: Sequence[int], message: Message) -> float:
+        """Check a generated message behind `text`, its header included.
+
+        Returns:
+            The largest difference in log-probability.
+        """
+        worst, generated = 0.0, message.generated_token_ids
         found = self.logprobs([*text, *generated])[len(text) - 1 :]
-        for row, token, logprobs in zip(found, generated, reported, strict=False):
+        for row, token, logprobs in zip(found, generated, message.logprobs or (), strict=False):
             assert float(row[token]) > float(row.max()) - TIE_MARGIN
-            for other, entry in logprobs.items():
-                assert abs(entry.logprob - float(row[other])) < LOGPROB_TOLERANCE
+            differences = [abs(e.logprob - float(row[other])) for other, e in logprobs.items()]
+            worst = max(worst, *differences)
+        assert worst < LOGPROB_TOLERANCE
+        return worst

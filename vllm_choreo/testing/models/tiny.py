@@ -320,6 +320,19 @@ def _qwen3_next() -> transformers.PretrainedConfig:
     )
 
 
+def _nemotron_h() -> transformers.PretrainedConfig:
+    return transformers.NemotronHConfig(
+        **{**_GQA, "num_hidden_layers": 4},
+        head_dim=_HEAD_SIZE,
+        layers_block_type=["mamba", "attention", "mamba", "attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=16,
+        n_groups=1,
+        chunk_size=16,
+    )
+
+
 def _local(name: str, config: Callable[[], transformers.PretrainedConfig], why: str) -> TinyModel:
     return TinyModel(name, config, why, is_trainable=False, is_local=True)
 
@@ -356,6 +369,7 @@ HYBRID_MODELS = {
         TinyModel("granite_hybrid", _granite_hybrid, "Mamba2", False),
         TinyModel("lfm2", _lfm2, "short convolutions", False),
         TinyModel("qwen3_next", _qwen3_next, "gated delta rule, partial rotary", False),
+        TinyModel("nemotron_h", _nemotron_h, "Mamba2, attention without positions", False),
     )
 }
 
