@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from vllm_choreo.api.async_choreography import AsyncChoreography
-from vllm_choreo.api.fleet import added_stats, fleet_of
+from vllm_choreo.api.fleet import fleet_of
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.engine import fleet_client
 from vllm_choreo.engine.fleet_client import FleetClient, _Resources
@@ -489,16 +489,3 @@ def test_limits_of_a_session_count_over_all_engines(model_config: Any) -> None:
         await c.prefill([9] * 100)
 
     _run(main())
-
-
-def test_statistics_of_engines_are_added_but_for_sizes() -> None:
-    of_engine = {"num_blocks": 3, "num_blocks_by_group": [2, 1], "messages": [{"id": "m"}]}
-    sizes = {"block_size": 32, "block_bytes": 4096, "state_bytes": 70, "windows": [None, 20]}
-    found = added_stats({0: {**of_engine, **sizes}, 2: {**of_engine, **sizes}})
-    messages = [{"id": "m", "engine": engine} for engine in (0, 2)]
-    assert found == {
-        **sizes,
-        "num_blocks": 6,
-        "num_blocks_by_group": [4, 2],
-        "messages": messages,
-    }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ from tests.engine.choreographies import (
     side_by_side,
 )
 from tests.engine.feature_machine import invariants
-from tests.engine.feature_machine.configurations import Configuration, scheduling_of
+from tests.engine.hybrid import LITTLE_ROOM, MODELS, scheduler_of, small_engine
 from tests.engine.oracle import random_tokens, whole
 from tests.engine.state_oracle import StateOracle
-from tests.engine.test_states import OPTIONS
 from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.engine.worker.composed_layers import transition_bytes
@@ -36,7 +34,6 @@ from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.laws import difference, greedy
 from vllm_choreo.testing.models.tiny import make_tiny_model
 
-MODELS = ["granite_hybrid", "lfm2"]
 _SEEDS = [range(2), *(range(first, first + 10) for first in range(2, 102, 10))]
 _SMALL_SEEDS = [range(200, 202), *(range(first, first + 7) for first in range(202, 286, 7))]
 
@@ -54,8 +51,7 @@ def oracle(name: str, tiny_model_path: Callable[[str], Path]) -> StateOracle:
 @pytest.fixture
 def llm(name: str, engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
     choreo = {"composed_states": True, "tokens_per_state": 128}
-    options = {**OPTIONS.get(name, {}), "additional_config": {"choreo": choreo}}
-    return engine_slot(tiny_model_path(name), **options)
+    return engine_slot(tiny_model_path(name), additional_config={"choreo": choreo})
 
 
 @pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
@@ -149,10 +145,6 @@ def test_states_that_were_followed_wrongly_are_refused_at_the_start(
 # -- little room -------------------------------------------------------------------------------
 
 
-def _scheduler(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
 @pytest.fixture(params=sampled([True, False], 1), ids=["async", ""])
 def small(
     request: pytest.FixtureRequest,
@@ -165,17 +157,14 @@ def small(
     The other one has host memory, too.
     """
     is_async = request.param
-    options = {**OPTIONS.get(name, {}), "num_gpu_blocks_override": 25, "max_model_len": 24 * 32}
     choreo: dict[str, Any] = {"composed_states": True, "tokens_per_state": 160}
+    options: dict[str, Any] = {}
     if is_async:
         options |= {"max_num_batched_tokens": 48, "scheduling_policy": "priority"}
         choreo["reposition"] = "in_place"
     else:
         choreo["host_memory_gib"] = 0.02
-    with scheduling_of(Configuration("", frozenset({"async"}), 25)) if is_async else nullcontext():
-        llm = engine_slot(tiny_model_path(name), **options, additional_config={"choreo": choreo})
-    assert _scheduler(llm).scheduler_config.async_scheduling == is_async
-    return llm
+    return small_engine(engine_slot, tiny_model_path(name), choreo, is_async=is_async, **options)
 
 
 @pytest.mark.parametrize("seeds", sampled(_SMALL_SEEDS, 1), ids=str)
@@ -185,9 +174,9 @@ def test_choreographies_with_little_room(small: Any, oracle: StateOracle, seeds:
     for seed in seeds:
         with Choreography(small) as choreography:
             check(choreography, oracle, draw_choreography(seed, draw))
-            invariants.check(_scheduler(small))
-            totals.update(_scheduler(small).store.totals)
-        invariants.check_nothing_is_left(_scheduler(small))
+            invariants.check(scheduler_of(small))
+            totals.update(scheduler_of(small).store.totals)
+        invariants.check_nothing_is_left(scheduler_of(small))
     assert totals["evicted_states"]
     assert totals["encoded_again_messages"] or totals["restored_states"]
 
@@ -203,7 +192,7 @@ def test_a_call_that_needs_more_states_than_there_are_is_refused(small: Any) -> 
         # One fewer, each of which is encoded again for it if need be.
         found = c.prefill(random_tokens(rng, 5), parents=many[1:])
         assert found.usage.reused_tokens == num_states - 1
-    invariants.check_nothing_is_left(_scheduler(small))
+    invariants.check_nothing_is_left(scheduler_of(small))
 
 
 @pytest.mark.exhaustive
@@ -214,9 +203,7 @@ def test_chains_are_those_of_engines_that_read_chains_alone(
     found = []
     for is_composed in (False, True):
         choreo = {"composed_states": is_composed, "tokens_per_state": 128}
-        llm = engine_slot(
-            tiny_model_path(name), **OPTIONS.get(name, {}), additional_config={"choreo": choreo}
-        )
+        llm = engine_slot(tiny_model_path(name), additional_config={"choreo": choreo})
         rng = random.Random(5)
         with Choreography(llm) as c:
             chain: list[Message] = []
@@ -274,7 +261,7 @@ def test_delta_rule_is_as_near_to_float32_as_ordinary_requests(
     """
     path = make_tiny_model("qwen3_next", tmp_path, dtype=torch.bfloat16)
     choreo = {"composed_states": True, "tokens_per_state": 128}
-    room = {"num_gpu_blocks_override": 25, "max_model_len": 24 * 32} if is_small else {}
+    room = LITTLE_ROOM if is_small else {}
     llm = engine_slot(path, dtype="bfloat16", additional_config={"choreo": choreo}, **room)
     oracle, rng = StateOracle(path), random.Random(0)
     composed: list[float] = []
@@ -295,8 +282,8 @@ def test_delta_rule_is_as_near_to_float32_as_ordinary_requests(
             said = output.outputs[0]
             rows = oracle.plain_logits([*text, *said.token_ids]).log_softmax(-1)[len(text) - 1 :]
             ordinary += _squares(rows, said.token_ids, said.logprobs)
-            invariants.check(_scheduler(llm))
-    totals = _scheduler(llm).store.totals
+            invariants.check(scheduler_of(llm))
+    totals = scheduler_of(llm).store.totals
     assert bool(totals["encoded_again_messages"] and totals["evicted_states"]) == is_small
     far = (sum(composed) / len(composed)) ** 0.5 / (sum(ordinary) / len(ordinary)) ** 0.5
     assert far < 1.15, far

@@ -13,16 +13,14 @@ import pytest
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN, check_tokens
 from tests.engine.feature_machine import invariants
+from tests.engine.hybrid import MODELS, scheduler_of
 from tests.engine.oracle import random_tokens, whole
 from tests.engine.state_oracle import StateEncoded, StateOracle
-from tests.engine.test_states import OPTIONS
 from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.errors import ChainError, RepairError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.laws import difference, greedy
-
-MODELS = ["granite_hybrid", "lfm2"]
 
 
 @pytest.fixture(scope="module", params=sampled(MODELS, 1))
@@ -35,15 +33,15 @@ def oracle(name: str, tiny_model_path: Callable[[str], Path]) -> StateOracle:
     return StateOracle(tiny_model_path(name))
 
 
-def _engine(name: str, engine_slot: Any, path: Path, **options: Any) -> Any:
+def _engine(engine_slot: Any, path: Path, **options: Any) -> Any:
     choreo = {"composed_states": True, **options.pop("choreo", {})}
-    options |= {**OPTIONS.get(name, {}), "additional_config": {"choreo": choreo}}
+    options |= {"additional_config": {"choreo": choreo}}
     return engine_slot(path, **options)
 
 
 @pytest.fixture
 def llm(name: str, engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return _engine(name, engine_slot, tiny_model_path(name), choreo={"tokens_per_state": 64})
+    return _engine(engine_slot, tiny_model_path(name), choreo={"tokens_per_state": 64})
 
 
 @pytest.fixture
@@ -57,11 +55,7 @@ def small(
         "max_num_batched_tokens": 48,
         "choreo": {"tokens_per_state": 100, "host_memory_gib": 0.02},
     }
-    return _engine(name, engine_slot, tiny_model_path(name), **options)
-
-
-def _scheduler(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler
+    return _engine(engine_slot, tiny_model_path(name), **options)
 
 
 @dataclass
@@ -134,9 +128,9 @@ def _run(llm: Any, oracle: StateOracle, seeds: range) -> None:
         with Choreography(llm) as c:
             for _ in range(8):
                 program.step(c)
-                invariants.check(_scheduler(llm))
+                invariants.check(scheduler_of(llm))
         num_repaired += program.num_repaired
-        invariants.check_nothing_is_left(_scheduler(llm))
+        invariants.check_nothing_is_left(scheduler_of(llm))
     assert num_repaired
 
 

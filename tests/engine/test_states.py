@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,7 @@ from vllm import SamplingParams
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine import invariants
-from tests.engine.feature_machine.configurations import (
-    LFM2_OPTIONS,
-    Configuration,
-    scheduling_of,
-)
+from tests.engine.hybrid import LITTLE_ROOM, MODELS, scheduler_of, small_engine
 from tests.engine.test_exact import Program, _text
 from tests.engine.text_oracle import TextOracle
 from tests.grids import sampled
@@ -30,9 +25,6 @@ from vllm_choreo.errors import ChainError, RepairError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.models.tiny import make_tiny_model
 
-MODELS = ["granite_hybrid", "lfm2"]
-OPTIONS = {"lfm2": LFM2_OPTIONS}
-
 
 @pytest.fixture(scope="module", params=sampled(MODELS, 1))
 def name(request: pytest.FixtureRequest) -> str:
@@ -41,7 +33,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def llm(name: str, engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return engine_slot(tiny_model_path(name), **OPTIONS.get(name, {}))
+    return engine_slot(tiny_model_path(name))
 
 
 @pytest.fixture(scope="module")
@@ -205,10 +197,6 @@ def test_ordinary_requests(llm: Any, oracle: TextOracle) -> None:
 # -- little room -------------------------------------------------------------------------------
 
 
-def _scheduler(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
 @dataclass
 class Tree:
     """A random tree of chains in choreo mode: every call goes on behind a node, and is checked."""
@@ -244,12 +232,6 @@ class Tree:
 
 
 _SEEDS = [range(5), *(range(first, first + 5) for first in range(5, 100, 5))]
-_ASYNC = Configuration("", frozenset({"async"}), 25)
-_LITTLE_ROOM: dict[str, Any] = {
-    "num_gpu_blocks_override": 25,
-    "max_model_len": 24 * 32,
-    "additional_config": {"choreo": {"tokens_per_state": 160}},
-}
 
 
 @pytest.fixture(params=sampled([True, False], 1), ids=["async", ""])
@@ -265,18 +247,13 @@ def small(
     may have run its last one when it is found to be that.
     """
     is_async = request.param
-    options = {**OPTIONS.get(name, {}), "num_gpu_blocks_override": 25, "max_model_len": 24 * 32}
     choreo = {"tokens_per_state": 160, "reposition": "in_place" if is_async else "query"}
-    if is_async:
-        options |= {"max_num_batched_tokens": 48, "scheduling_policy": "priority"}
-    with scheduling_of(_ASYNC) if is_async else nullcontext():
-        llm = engine_slot(tiny_model_path(name), **options, additional_config={"choreo": choreo})
-    assert _scheduler(llm).scheduler_config.async_scheduling == is_async
-    return llm
+    more = {"max_num_batched_tokens": 48, "scheduling_policy": "priority"} if is_async else {}
+    return small_engine(engine_slot, tiny_model_path(name), choreo, is_async=is_async, **more)
 
 
 def test_preempted_calls_begin_again(small: Any, oracle: TextOracle) -> None:
-    rng, scheduler = random.Random(8), _scheduler(small)
+    rng, scheduler = random.Random(8), scheduler_of(small)
     seen: list[int] = []
     preempt = scheduler._preempt_request
     scheduler._preempt_request = lambda *args, **kwargs: (seen.append(1), preempt(*args, **kwargs))
@@ -304,9 +281,9 @@ def test_random_trees_with_little_room(small: Any, oracle: TextOracle, seeds: ra
             tree = Tree(random.Random(seed))
             for _ in range(6):
                 tree.step(c, oracle)
-                invariants.check(_scheduler(llm))
-        invariants.check_nothing_is_left(_scheduler(llm))
-    totals = _scheduler(llm).store.totals
+                invariants.check(scheduler_of(llm))
+        invariants.check_nothing_is_left(scheduler_of(llm))
+    totals = scheduler_of(llm).store.totals
     assert totals["evicted_states"] and totals["encoded_again_messages"]
 
 
@@ -316,9 +293,8 @@ def test_states_come_back_from_host_memory(
     tiny_model_path: Callable[[str], Path],
     oracle: TextOracle,
 ) -> None:
-    options = {**OPTIONS.get(name, {}), "num_gpu_blocks_override": 25, "max_model_len": 24 * 32}
     choreo = {"tokens_per_state": 160, "host_memory_gib": 0.02}
-    llm = engine_slot(tiny_model_path(name), **options, additional_config={"choreo": choreo})
+    llm = small_engine(engine_slot, tiny_model_path(name), choreo, is_async=False)
     rng = random.Random(6)
     with Choreography(llm) as c:
         a = c.prefill(_tokens(rng, 40))
@@ -326,7 +302,7 @@ def test_states_come_back_from_host_memory(
         text = [*a.token_ids, *b.token_ids]
         for _ in range(2):
             c.evict(a, b)
-            invariants.check(_scheduler(llm))
+            invariants.check(scheduler_of(llm))
             stats = c.stats()
             sizes = stats["block_bytes"], stats["state_bytes"]
             assert [m["state_bytes"] for m in stats["messages"][:2]] == [0, 0]
@@ -343,7 +319,7 @@ def test_states_come_back_from_host_memory(
             [*others[0].token_ids, *header],
             c.decode(header, parents=others[:1], sampling_params=_greedy()),
         )
-        totals = _scheduler(llm).store.totals
+        totals = scheduler_of(llm).store.totals
         assert totals["restored_states"] >= 3
         assert not totals["encoded_again_messages"]
     for seed in range(2):
@@ -351,8 +327,8 @@ def test_states_come_back_from_host_memory(
             tree = Tree(random.Random(200 + seed))
             for _ in range(6):
                 tree.step(c, oracle)
-                invariants.check(_scheduler(llm))
-    invariants.check_nothing_is_left(_scheduler(llm))
+                invariants.check(scheduler_of(llm))
+    invariants.check_nothing_is_left(scheduler_of(llm))
 
 
 @pytest.mark.exhaustive
@@ -369,7 +345,7 @@ def test_a_model_without_positions(
             tree = Tree(random.Random(300 + seed))
             for _ in range(6):
                 tree.step(c, oracle)
-        invariants.check_nothing_is_left(_scheduler(llm))
+        invariants.check_nothing_is_left(scheduler_of(llm))
 
 
 # -- in bfloat16 -------------------------------------------------------------------------------
@@ -399,12 +375,10 @@ def test_delta_rule_is_as_near_to_float32_as_ordinary_requests(
     Chains are long and branch; in a small pool they lose blocks and states, and states alone.
     """
     path = make_tiny_model("qwen3_next", tmp_path, dtype=torch.bfloat16)
-    options = _LITTLE_ROOM if is_small else {}
-    llm, oracle, rng = (
-        engine_slot(path, dtype="bfloat16", **options),
-        TextOracle(path),
-        random.Random(0),
-    )
+    choreo = {"choreo": {"tokens_per_state": 160}}
+    options = {**LITTLE_ROOM, "additional_config": choreo} if is_small else {}
+    llm = engine_slot(path, dtype="bfloat16", **options)
+    oracle, rng = TextOracle(path), random.Random(0)
     chained: list[float] = []
     ordinary: list[float] = []
     with Choreography(llm) as c:
@@ -423,8 +397,8 @@ def test_delta_rule_is_as_near_to_float32_as_ordinary_requests(
             said = output.outputs[0]
             ordinary += _squares(oracle, text, said.token_ids, said.logprobs)
             chains.append(chain)
-            invariants.check(_scheduler(llm))
-    totals = _scheduler(llm).store.totals
+            invariants.check(scheduler_of(llm))
+    totals = scheduler_of(llm).store.totals
     assert not is_small or (totals["encoded_again_messages"] and totals["evicted_states"])
     far = _root_mean(chained) / _root_mean(ordinary)
     # Another choice of tokens moves it: of 24 requests each, by as much.

@@ -16,9 +16,6 @@ from vllm_choreo.testing.models.tiny import HYBRID_MODELS
 # Floats of a token in the tiny models, 3 layers of 2 heads, keys and values of 32 floats; with MLA
 # of one row of 576.
 _TOKEN_FLOATS, _LATENT_FLOATS = 3 * 2 * 64, 3 * 576
-# vLLM 0.32's kernel for rotary embeddings on CPU turns queries of LFM2's form, with a dim for
-# heads, by positions of other tokens: without the plugin, too, by up to 2.7 in log-probability.
-LFM2_OPTIONS = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 HIDDEN_ROW = 128 * 4  # bytes of a token in a layer
 
 # What engines may have, by the names of `Configuration.options`.
@@ -147,8 +144,6 @@ class Configuration:
             "additional_config": {"choreo": choreo},
             "kv_cache_dtype": self.kv_cache_dtype,
         }
-        if self.model == "lfm2":
-            options |= LFM2_OPTIONS
         if "adapters" in self:
             options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
         if "chunks" in self:

@@ -71,12 +71,7 @@ class Truth:
 
     def exact(self, adapter: int, parents: Sequence[Parent]) -> list[Parent]:
         """The same tokens at the same places, encoded one behind the other."""
-        chain: list[Parent] = []
-        for parent in parents:
-            tokens = parent.message.token_ids[parent.start : parent.stop]
-            encoded = self.encode(adapter, tokens, chain, parent.offset)
-            chain.append(Parent(encoded, parent.offset, 0, len(tokens)))
-        return chain
+        return _encoded_anew(self, adapter, parents)
 
     def repaired(self, adapter: int, parents: Sequence[Parent], runs: TokenRanges) -> list[Parent]:
         """With runs of tokens encoded anew."""
@@ -205,12 +200,7 @@ class StateTruth:
 
     def exact(self, adapter: int, parents: Sequence[Parent]) -> list[Parent]:
         """The same tokens at the same places, encoded one behind the other."""
-        chain: list[Parent] = []
-        for parent in parents:
-            tokens = parent.message.token_ids[parent.start : parent.stop]
-            encoded = self.encode(adapter, tokens, chain, parent.offset)
-            chain.append(Parent(encoded, parent.offset, 0, len(tokens)))
-        return chain
+        return _encoded_anew(self, adapter, parents)
 
     def repaired(self, adapter: int, parents: Sequence[Parent], runs: TokenRanges) -> list[Parent]:
         """With first tokens encoded anew; what they are of is read in two."""
@@ -248,6 +238,17 @@ class TextTruth:
 
 
 AnyTruth: TypeAlias = Truth | TextTruth | StateTruth
+
+
+def _encoded_anew(
+    truth: Truth | StateTruth, adapter: int, parents: Sequence[Parent]
+) -> list[Parent]:
+    chain: list[Parent] = []
+    for parent in parents:
+        tokens = parent.message.token_ids[parent.start : parent.stop]
+        encoded = truth.encode(adapter, tokens, chain, parent.offset)
+        chain.append(Parent(encoded, parent.offset, 0, len(tokens)))
+    return chain
 
 
 def _chosen(

@@ -103,6 +103,7 @@ class ChoreoKVCacheManager(KVCacheManager):
         if call is None and self.prefix_states.is_coming(request, num_computed_tokens):
             return False
         found = None if call else self.prefix_states.take(request, num_computed_tokens)
+        assert call or found or not num_computed_tokens, "its hit ends where a state lies"
         has_room = store.free_a_state(self.call_table.needed_states(call), is_alone)
         if found is not None:
             self.prefix_states.start(request, found, has_room)

@@ -7,7 +7,6 @@ This module says when something happens; `admission`, `block_reserver`, `finaliz
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -28,8 +27,7 @@ from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine.kv_cache import block_bytes, num_kinds, windows_of_groups
-from vllm_choreo.engine.query_scaling import scales_queries
+from vllm_choreo.engine.kv_cache import block_bytes, num_kinds
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.admission import Admission
 from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
@@ -47,6 +45,7 @@ from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
+from vllm_choreo.engine.scheduler.store_maker import StoreMaker
 from vllm_choreo.engine.scheduler.window_manager import keep_windows_of_calls
 from vllm_choreo.engine.step import (
     ChoreoStep,
@@ -55,14 +54,8 @@ from vllm_choreo.engine.step import (
     attention_of,
 )
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.kv_dtype import is_quantized, kv_dtype
-from vllm_choreo.store.hidden import HiddenStateIndex
-from vllm_choreo.store.host_tier import HostTier
-from vllm_choreo.store.pictures import PictureMemory
-from vllm_choreo.store.session_copies import SessionCopies
-from vllm_choreo.store.states import States
+from vllm_choreo.kv_dtype import is_quantized
 from vllm_choreo.store.stats import MemorySizes
-from vllm_choreo.store.store import MessageStore
 
 # Ten seconds at least in an engine core's process: vLLM sleeps 1 ms after an idle step there.
 _MAX_IDLE_STEPS = 10_000
@@ -82,23 +75,9 @@ class _Choreographed(Scheduler):
         super().__init__(*args, **kwargs)
         self.choreo_config = ChoreoConfig.from_vllm(self.vllm_config)
         manager = self.kv_cache_manager
-        windows = windows_of_groups(self.kv_cache_config)
-        is_placed = scales_queries(self.vllm_config.model_config.hf_text_config)
-        limits = self.choreo_config
-        self.store = MessageStore(
-            manager.block_pool,
-            self.block_size,
-            self._signature(),
-            is_placed=is_placed,
-            session_copies=SessionCopies(
-                limits.max_copies_per_session, limits.max_copied_tokens_per_session
-            ),
-            states=self._states(),
-            windows=windows,
-        )
-        self.store.tier = self._host_tier()
-        self.store.hidden = self._hidden_index()
-        self.store.pictures = self._picture_memory()
+        self.store = StoreMaker(
+            self.vllm_config, self.choreo_config, self.kv_cache_config, self.block_size
+        ).make(manager.block_pool)
         min_run_tokens = 1 if self.vllm_config.speculative_config is None else 2
         by_priority = self.policy == SchedulingPolicy.PRIORITY
         self.call_table = CallTable(
@@ -168,51 +147,12 @@ class _Choreographed(Scheduler):
             finish=self.finish_requests,
         )
 
-    def _signature(self) -> bytes:
-        """Bytes of the model, its dtypes and rotation, which all keys and values depend on."""
-        model = self.vllm_config.model_config
-        rotation = getattr(model.hf_text_config, "rope_parameters", None)
-        parts = (model.model, model.revision, model.dtype, kv_dtype(self.vllm_config), rotation)
-        return repr(parts).encode()
-
-    def _states(self) -> States | None:
-        if not self.vllm_config.model_config.is_hybrid:
-            return None
-        num_tokens = self.kv_cache_config.num_blocks * self.block_size
-        num_states = self.choreo_config.num_states(num_tokens)
-        pool = BlockPool(num_states, enable_caching=True, hash_block_size=self.block_size)
-        num_in_host = (
-            self.choreo_config.num_host_blocks(block_bytes(self.kv_cache_config)) * self.block_size
-        )
-        return States(
-            pool,
-            num_in_host // self.choreo_config.tokens_per_state,
-            self.choreo_config.composed_states,
-        )
-
     def _prefix_states(self) -> PrefixStates | None:
         if self.store.states is None:
             return None
         pool = self.store.states.pool
         assert isinstance(pool, BlockPool)
         return PrefixStates(self.call_table, pool, self.choreo_config.tokens_per_state)
-
-    def _host_tier(self) -> HostTier | None:
-        # Per worker: the specification is that of one worker's share of the heads.
-        num_blocks = self.choreo_config.num_host_blocks(block_bytes(self.kv_cache_config))
-        return HostTier(num_blocks, self.store.residency.block_copies) if num_blocks else None
-
-    def _hidden_index(self) -> HiddenStateIndex | None:
-        model, max_bytes = self.vllm_config.model_config, self.choreo_config.hidden_bytes
-        if not max_bytes:
-            return None
-        num_layers = model.hf_text_config.num_hidden_layers
-        row_bytes = model.get_hidden_size() * model.dtype.itemsize
-        return HiddenStateIndex(num_layers, row_bytes, self.block_size, max_bytes)
-
-    def _picture_memory(self) -> PictureMemory | None:
-        max_bytes, share = self.choreo_config.picture_bytes, self.choreo_config.tenant_share
-        return PictureMemory(max_bytes, int(share * max_bytes), gc.collect) if max_bytes else None
 
     def _num_blocks(self, share: float) -> int:
         """A part of the KV cache, in blocks."""

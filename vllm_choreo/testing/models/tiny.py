@@ -362,7 +362,7 @@ TINY_MODELS = {
     )
 }
 
-# Models with layers that have a state in place of keys and values: they read chains alone.
+# Models with layers that have a state in place of keys and values.
 HYBRID_MODELS = {
     model.name: model
     for model in (
