@@ -262,3 +262,19 @@ def test_one_that_runs_alone_takes_states_of_others_and_last_its_own(
     assert a.state is None
     states.start("more", None)
     assert composed.free_a_state([{b, c}, {b, c}, {c}], is_alone=True) and b.state is None
+
+
+def test_idle_states_are_those_that_nobody_keeps_begins_with_or_runs_in(
+    composed: MessageStore,
+) -> None:
+    states = composed.states
+    assert states is not None
+    a, b, c = (_made(composed, name) for name in "abc")
+    assert states.num_idle(()) == 3 and states.num_idle([a]) == 2
+    states.start("runs", StateOrigin(None, (b,)))  # copied before the step, and so in use until it
+    assert states.num_idle([a]) == 1
+    _next_step(composed)
+    assert states.num_idle([a]) == 2
+    assert b.state is not None
+    states.share(c, b.state, 0)  # free if both give it up
+    assert states.num_idle([]) == 2 and states.num_idle([c]) == 1

@@ -211,6 +211,15 @@ class States:
             pinned = pinned or encoding
         return pinned
 
+    def num_idle(self, needed: Collection[Encoding]) -> int:
+        """Number of states that would be free if all encodings but `needed` gave theirs up."""
+        kept = {e.state.block_id for e in needed if e.state is not None}
+        held = {e.state.block_id: e.state for e in self._holding if e.state is not None}
+        return sum(
+            number not in kept and state.ref_cnt == self._num_holders[number]
+            for number, state in held.items()
+        )
+
     def check(self) -> None:
         """Count everything anew; for tests. Raises AssertionError."""
         assert all(encoding.state is not None for encoding in self._holding)

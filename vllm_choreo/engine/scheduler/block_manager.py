@@ -104,7 +104,9 @@ class ChoreoKVCacheManager(KVCacheManager):
             return False
         found = None if call else self.prefix_states.take(request, num_computed_tokens)
         assert call or found or not num_computed_tokens, "its hit ends where a state lies"
-        has_room = store.free_a_state(self.call_table.needed_states(call), is_alone)
+        # Calls that took states from those before them in turn would lose them to these again.
+        may_take = is_alone and self.call_table.is_first_in_turn(request)
+        has_room = store.free_a_state(self.call_table.needed_states(call), may_take)
         if found is not None:
             self.prefix_states.start(request, found, has_room)
         elif has_room:

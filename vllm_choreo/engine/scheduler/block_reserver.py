@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
@@ -17,6 +16,7 @@ from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.patcher import Patcher
 from vllm_choreo.engine.scheduler.refusals import Refusals
+from vllm_choreo.engine.scheduler.room import Room
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import ChoreoError, LimitError
 from vllm_choreo.store.encoding import Encoding
@@ -78,7 +78,7 @@ class BlockReserver:
         self.short, self.has_begun = {}, False
         self.end_unneeded()
         self._end_lost_runs()
-        first, free = None, 0
+        first, room = None, Room()
         self._enter_woken()
         waiting = self._call_table.in_turn()
         for index, call in enumerate(waiting):  # grows: by what encodes again, and who is woken
@@ -91,11 +91,11 @@ class BlockReserver:
                 if not (is_resolved and self._may_start(call)):
                     continue
                 if first is None:
-                    first, free = call.beneficiary, self._free_blocks()
+                    first, room = call.beneficiary, self._room()
                 if not self._call_table.is_ready(call):
-                    free -= self._prepare(call, waiting, free, call.beneficiary is first)
+                    self._prepare(call, waiting, room, call.beneficiary is first)
                 elif call is first and not call.is_internal:  # ours are promised
-                    free -= self._num_blocks_ahead(call.request)
+                    room.take(self._num_blocks_ahead(call.request), 1)
             except ChoreoError as error:
                 self._refusals.refuse(call.beneficiary.id, error)
             except Exception as error:
@@ -109,36 +109,34 @@ class BlockReserver:
         return woken
 
     def _prepare(
-        self, call: ScheduledCall, waiting: list[ScheduledCall], free: int, is_first: bool
-    ) -> int:
-        """Begin to encode what a call lacks, as far as it fits into the free blocks.
+        self, call: ScheduledCall, waiting: list[ScheduledCall], room: Room, is_first: bool
+    ) -> None:
+        """Begin to encode what a call lacks, as far as there is room.
 
         Args:
             waiting: calls that wait; those that encode for this one are appended.
+            room: room that is left for the step; what is begun takes of it.
             is_first: True if it may take blocks of encodings that others wait for, and those
                 promised to requests that run, unless one of these comes before it.
-
-        Returns:
-            Number of the free blocks that will be taken.
         """
-        is_bound = not is_first or self._runs_before(call.beneficiary)
-        taken, most = 0, free if is_bound else sys.maxsize
+        limit = room if not is_first or self._runs_before(call.beneficiary) else Room()
         if is_first:
             self._call_table.adopt_encoders(call)
         for wanted in self._lacks(call):
-            if wanted.state is None and wanted in self._call_table.begins_with(call):
-                restored = self._restore_whole(wanted, call, most - taken)
+            begins = wanted.state is None and wanted in self._call_table.begins_with(call)
+            if begins:
+                restored = self._restore_whole(wanted, call, limit)
                 if restored is None:
                     continue  # a call that runs has to end first
             else:
-                restored = self._restore(wanted, call, most - taken)
+                restored = self._restore(wanted, call, limit)
             if not restored and not self._give_up_patch(wanted, call):
                 continue
             encoding = wanted if restored else self._lacking(wanted)
             if encoding is not wanted:
-                restored = self._restore(encoding, call, most - taken)
+                restored = self._restore(encoding, call, limit)
             if restored:
-                taken += restored
+                room.take(restored, int(begins))
                 self._count_served(call, is_first)
                 continue
             if encoding.adapter and not self._adapters.is_current(encoding.adapter):
@@ -146,16 +144,15 @@ class BlockReserver:
                 break
             if self._is_blocked(encoding):
                 continue
-            need = self._num_blocks(encoding)
-            if taken + need <= most:
-                taken += need
+            need = self._num_blocks(encoding), 1
+            if limit.has(*need):
+                room.take(*need)
                 waiting += self._encode_again(encoding, call, is_first)
         if self._patcher.stager.can_watch(call):
-            need = self._patcher.stager.num_scratch_blocks(call)
-            if taken + need <= most:
-                taken += need
+            need = self._patcher.stager.num_scratch_blocks(call), 0
+            if limit.has(*need):
+                room.take(*need)
                 self._watch(call, is_first)
-        return taken
 
     def _runs_before(self, call: ScheduledCall) -> bool:
         """Return whether a request runs that comes before a call in turn.
@@ -213,13 +210,13 @@ class BlockReserver:
             if not (wanted.is_resident or wanted.encoders):
                 late.add(wanted)
 
-    def _restore(self, encoding: Encoding, reader: ScheduledCall, most: int) -> int:
+    def _restore(self, encoding: Encoding, reader: ScheduledCall, limit: Room) -> int:
         """Bring an encoding back from host memory, if there is room for it.
 
         It is left there if what the reader sees of it is not, or while a request encodes it.
 
         Returns:
-            Number of blocks that it takes, `most` or fewer; 0: it is not brought back.
+            Number of blocks that it takes; 0: it is not brought back.
         """
         tier, blocks_of = self._store.tier, self._call_table.blocks
         if tier is None or encoding.encoders:
@@ -230,7 +227,7 @@ class BlockReserver:
         if not all(tier.completes(encoding, wanted) for wanted in (None, *seen)):
             return 0
         need = len(tier.restorable(encoding))
-        if need > most:
+        if not limit.has(need, 0):
             return 0
         tier.protect(encoding)  # what makes room for it is saved there
         while self._pool.get_num_free_blocks() < need:
@@ -243,12 +240,12 @@ class BlockReserver:
         self._pool.free_blocks(blocks)  # the store holds its own references
         return need
 
-    def _restore_whole(self, encoding: Encoding, reader: ScheduledCall, most: int) -> int | None:
+    def _restore_whole(self, encoding: Encoding, reader: ScheduledCall, limit: Room) -> int | None:
         """Bring back from host memory what a call that begins behind an encoding needs of it.
 
         Returns:
-            Number of blocks that it takes, one at least for the state, which is counted as one; 0:
-            it has to be encoded again. None: there is no state for it yet.
+            Number of blocks that it takes, at least one; 0: it has to be encoded again. None: there
+            is no state for it yet.
         """
         states, tier = self._store.states, self._store.tier
         if states is None or states.tier is None or encoding not in states.tier:
@@ -256,11 +253,12 @@ class BlockReserver:
         if not encoding.is_resident and (tier is None or encoding not in tier):
             return 0
         states.tier.protect(encoding)
+        is_alone = not self._running() and self._call_table.is_first_in_turn(reader.request)
         needed = self._call_table.needed_states(reader)
-        if not self._store.free_a_state(needed, not self._running()):
+        if not (limit.has(0, 1) and self._store.free_a_state(needed, is_alone)):
             return None
         need = 0
-        if not encoding.is_resident and not (need := self._restore(encoding, reader, most)):
+        if not encoding.is_resident and not (need := self._restore(encoding, reader, limit)):
             return 0
         self._store.restore_state(encoding)
         self.has_begun = True
@@ -347,15 +345,20 @@ class BlockReserver:
         num_tokens = request.num_tokens_with_spec + request.num_output_placeholders
         return groups.num_blocks(num_tokens) - groups.num_blocks(num_there)
 
-    def _free_blocks(self) -> int:
-        """Number of blocks that are free, or idle and so evictable, less those promised.
+    def _room(self) -> Room:
+        """Blocks and states that are free, or idle and so evictable, less those promised.
 
         They are promised to what runs, and to what encodes again.
         """
         waiting = [c.request for c in self._call_table.waiting.values() if c.is_internal]
         promised = sum(map(self._num_blocks_ahead, (*self._running(), *waiting)))
         idle = self._store.residency.num_idle_blocks
-        return self._pool.get_num_free_blocks() + idle - promised
+        num_blocks = self._pool.get_num_free_blocks() + idle - promised
+        if self._store.states is None:
+            return Room(num_blocks)
+        needed = next(self._call_table.needed_states(None))
+        num_states = self._store.states.num_free + self._store.states.num_idle(needed)
+        return Room(num_blocks, num_states - len(waiting))
 
     def _encode_again(
         self, encoding: Encoding, serves: ScheduledCall, is_first: bool

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_choreo.engine.scheduler.call_blocks import CallBlocks
 from vllm_choreo.engine.scheduler.parking import Parking
@@ -315,17 +315,26 @@ class CallTable:
     def needed_states(self, call: ScheduledCall | None) -> Iterator[set[Encoding]]:
         """Encodings whose states are kept while one is found for a request that starts.
 
-        First those that all calls that wait begin with; then those of this call and of the one for
-        whose sake it runs, then its own: who is alone may take from others, and last from itself.
+        First those that all calls that wait begin with; then those that this call begins with, and
+        all that run for the same caller's; then those of itself and of the calls that it serves,
+        then its own: who is alone may take from others, and last from itself.
 
         Args:
             call: None: the request is no call.
         """
-        its_own = {*self.begins_with(call)} if call is not None else set()
-        for_it = its_own.union(self.begins_with(call.beneficiary)) if call is not None else its_own
-        yield for_it.union(*map(self.begins_with, self.waiting.values()))
-        yield for_it
-        yield its_own
+        served = [*call.with_served()] if call is not None else []
+        together = [*call.beneficiary.with_helpers()] if call is not None else []
+        for calls in ([*together, *self.waiting.values()], together, served, served[:1]):
+            yield set[Encoding]().union(*map(self.begins_with, calls))
+
+    def is_first_in_turn(self, request: Request) -> bool:
+        """Return whether no call comes before a request that could run if there is room for it."""
+        turn = self.turn_of(request)
+        return not any(
+            self.turn_of(call.request) < turn
+            for call in self.waiting.values()
+            if call.request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        )
 
     def adopt_encoders(self, call: ScheduledCall) -> None:
         """Have what others' calls encode for themselves, and `call` waits for, serve it first.

@@ -104,6 +104,13 @@ class ScheduledCall:
             yield call
             found += call.helpers
 
+    def with_served(self) -> Iterator[ScheduledCall]:
+        """This call, the one for which it encodes something, and so on to a caller's."""
+        call: ScheduledCall | None = self
+        while call is not None:
+            yield call
+            call = call.serves
+
     @property
     def turn(self) -> tuple[int, int]:
         """Its own turn; an encoding again has that of the call for whose sake it runs."""
@@ -151,8 +158,6 @@ class ScheduledCall:
 
     def needed(self) -> Iterator[set[Encoding]]:
         """Encodings that this call needs now, then those that the calls it serves need later."""
-        call: ScheduledCall | None = self
-        while call is not None:
+        for call in self.with_served():
             sources = (p.patch.source for p in call.parents if p.patch and not p.blocks)
             yield {call.encoding, *call.parents, *sources}
-            call = call.serves
