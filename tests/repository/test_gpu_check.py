@@ -32,7 +32,7 @@ _CODE = """
         /*0090*/                   EXIT ;
 """.split("\n")
 _REPORT = KernelReport(
-    *(90, "llama-8b", "attend_tiles", 16, 64, 128, 197, 0, 43520, 2, 573, 32, 18, 0, 14),
+    *(90, "llama-8b", "attend_tiles", 16, 64, 128, 197, 0, 43520, 2, 573, 32, 18, 0, 14, 0),
     "cp.async mma",
 )
 
@@ -51,6 +51,7 @@ def test_the_loop_with_the_products_is_the_one_that_is_judged() -> None:
     [
         ({"spill_bytes": 8}, "8 bytes of spills, 0 before"),
         ({"loop_local": 1}, "1 accesses to spills in its loop, 0 before"),
+        ({"serialized": 1}, "1 places where products wait for one another, 0 before"),
         ({"programs": 1}, "a multiprocessor holds 1 programs of it, 2 before"),
         ({"loop": 600}, "600 operations in its loop, 584 before"),
     ],

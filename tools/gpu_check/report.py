@@ -74,6 +74,7 @@ class KernelReport:
         programs: that a multiprocessor holds.
         loop: operations of the inner loop, over one chunk; of them those of tensor cores, of global
             and of local memory (spills), and barriers.
+        serialized: places where products wait for one another, by the compiler's own remarks.
         has: what of tensor cores and asynchronous copies it uses.
     """
 
@@ -92,6 +93,7 @@ class KernelReport:
     loop_global: int
     loop_local: int
     loop_barrier: int
+    serialized: int
     has: str
 
     @property
@@ -123,16 +125,18 @@ def report_on(launch: Launch, shape: str, arch: int) -> tuple[KernelReport, list
         gpu.num_programs(threads, assembled.registers, shared),
         len(loop),
         *(count(loop, kind) for kind in ("mma", "global", "local", "barrier")),
+        len(assembled.serialized),
         features(operations(lines)),
     )
-    faults = [f"{report}: {line}" for line in assembled.serialized]
+    faults = list[str]()
     if shared > gpu.program_bytes:
         faults.append(f"{report}: {shared} bytes of shared memory, of {gpu.program_bytes}")
     if not report.programs:
         faults.append(f"{report}: no multiprocessor holds a program of it")
     if launch.kernel == "attend_tiles":
-        row_bytes = launch.constants["PADDED_HEAD_SIZE"] * SHAPES[shape].dtype.itemsize
-        planned = tuning_of(report.rows, row_bytes, arch).num_programs
+        itemsize = SHAPES[shape].dtype.itemsize
+        row_bytes = launch.constants["PADDED_HEAD_SIZE"] * itemsize
+        planned = tuning_of(report.rows, row_bytes, itemsize, arch).num_programs
         if report.programs < planned:
             faults.append(
                 f"{report}: a multiprocessor holds {report.programs} programs, work is split for "
@@ -149,6 +153,7 @@ def worse_than(before: KernelReport, now: KernelReport) -> list[str]:
     grown = {
         "bytes of spills": (before.spill_bytes, now.spill_bytes),
         "accesses to spills in its loop": (before.loop_local, now.loop_local),
+        "places where products wait for one another": (before.serialized, now.serialized),
         "operations in its loop": (int(before.loop * _LOOP_SLACK), now.loop),
     }
     faults = [

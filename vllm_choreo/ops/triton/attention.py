@@ -29,12 +29,14 @@ _CHUNK_BYTES = 16 * 1024
 
 
 @functools.cache
-def _num_programs(num_rows: int, row_bytes: int, device: torch.device) -> int:
+def _num_programs(num_rows: int, head_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """Programs of tiles of so many rows that the device runs at once."""
     if device.type != "cuda":
         return _PROGRAMS_ON_CPU
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * tuning_of(num_rows, row_bytes, arch_of(device)).num_programs
+    row_bytes = _row_bytes(head_size, dtype)
+    tuning = tuning_of(num_rows, row_bytes, dtype.itemsize, arch_of(device))
+    return processors * tuning.num_programs
 
 
 def _row_bytes(head_size: int, dtype: torch.dtype) -> int:
@@ -76,7 +78,7 @@ def make_tiles(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         max_rows=_max_rows(head_size, dtype),
-        num_programs=lambda num_rows: _num_programs(num_rows, _row_bytes(head_size, dtype), device),
+        num_programs=lambda num_rows: _num_programs(num_rows, head_size, dtype, device),
         device=device,
         max_partials=PARTIAL_BYTES // partial_row_bytes(num_heads, head_size),
         window=window,
@@ -186,7 +188,7 @@ def span_attention(
             WIDEN=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
             FORMAT=encoding,
             num_stages=_NUM_STAGES,
-            **tuning_of(tile_class.num_rows, row_bytes, arch).options(),
+            **tuning_of(tile_class.num_rows, row_bytes, query.dtype.itemsize, arch).options(),
         )  # fmt: skip
     if tiles.num_partials:
         merge_partials[(tiles.merged_query.numel(), num_heads)](

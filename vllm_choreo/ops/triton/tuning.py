@@ -39,18 +39,20 @@ class TileTuning:
         return given if self.max_registers is None else {**given, "maxnreg": self.max_registers}
 
 
-def tuning_of(num_rows: int, row_bytes: int, arch: int) -> TileTuning:
+def tuning_of(num_rows: int, row_bytes: int, itemsize: int, arch: int) -> TileTuning:
     """Choose how tiles are launched.
 
     Args:
         row_bytes: bytes of a query's head, padded to a power of two.
+        itemsize: bytes of a number of it; products of four bytes have registers enough of 8 warps.
         arch: compute capability without the point; 0: the interpreter.
     """
+    is_lean = arch in (80, 90) and row_bytes <= 256 and itemsize == 2
     if num_rows == MIN_ROWS:
-        if arch in (80, 90) and row_bytes <= 256:
+        if is_lean:
             return TileTuning(4, 128, 4)
         return TileTuning(4, None, 2 if row_bytes <= 256 else 1)
-    if num_rows == _MIDDLE_ROWS and arch in (80, 90) and row_bytes <= 256:
+    if num_rows == _MIDDLE_ROWS and is_lean:
         # wgmma takes 64 rows to a group of four warps: of two groups both would compute all of it.
         return TileTuning(4, None, 2)
     return TileTuning(8, None, 1)
