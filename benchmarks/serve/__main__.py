@@ -4,7 +4,10 @@
 What each answers is compared with what one engine answers: first on some sessions, before anything
 is measured, and then on those that are.
 
-python -m benchmarks.serve [--engines 3] [--sessions 60] [--at-once 6] [--policies choreo]
+A tiny model has next to nothing to encode, and shows what placing and messages cost; the embedded
+one shows what is saved.
+
+python -m benchmarks.serve [--model embedded] [--engines 3] [--sessions 60] [--policies choreo]
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from benchmarks.harness.stats import percentile
 from benchmarks.harness.tables import as_text
 from benchmarks.serve.policies import Policy, Served, started
 from benchmarks.serve.reference import Answers, reference
-from benchmarks.serve.tables import POLICIES, TABLES
+from benchmarks.serve.tables import MODELS, POLICIES, TABLES
 from benchmarks.serve.workload import Session, sessions
 from vllm_choreo.cluster.ray_processes import start_ray
+from vllm_choreo.testing.models.embedded import embedded_model
 from vllm_choreo.testing.models.tiny import make_tiny_model
 
 _OPTIONS: dict[str, Any] = {
@@ -53,6 +57,7 @@ _STORE_BYTES = 200_000_000  # of Ray's objects
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--sessions", type=int, default=60)
     parser.add_argument("--at-once", type=int, default=6)
@@ -61,7 +66,8 @@ def main() -> int:
     os.environ.update(_ENVIRONMENT)
     first, work = sessions(args.engines, seed=1), sessions(args.sessions)
     with tempfile.TemporaryDirectory() as folder:
-        model = str(make_tiny_model("llama", Path(folder)))
+        is_tiny = args.model == "tiny"
+        model = str(make_tiny_model("llama", Path(folder)) if is_tiny else embedded_model())
         text, messages = reference(model, _OPTIONS, [*first, *work])
         for name in args.policies:
             expected = messages if name == "choreo" else text
@@ -69,9 +75,8 @@ def main() -> int:
             row = _row(name, args, served, expected[len(first) :])
             print(row, flush=True)
             _add({**row, **record()})
-    rows = [row for row in read_csv("serve") if row["policy"] in args.policies]
     print(as_text(TABLES.values()))
-    return int(any(int(row["wrong_answers"]) for row in rows))
+    return int(any(int(row["wrong_answers"]) for row in read_csv("serve")))
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,7 @@ def _row(name: str, args: argparse.Namespace, run: _Run, expected: Answers) -> d
     ttft = [turn.ttft * 1000 for turn in served]
     return {
         "policy": name,
+        "model": args.model,
         "engines": args.engines,
         "sessions": args.sessions,
         "at_once": args.at_once,
@@ -154,8 +160,12 @@ def _row(name: str, args: argparse.Namespace, run: _Run, expected: Answers) -> d
 
 def _add(row: Mapping[str, Any]) -> None:
     """Write a policy's row in place of the one that is there."""
-    rest = [other for other in read_csv("serve") if other["policy"] != row["policy"]]
-    write_csv("serve", sorted([*rest, row], key=lambda r: POLICIES.index(r["policy"])))
+
+    def place(row: Mapping[str, Any]) -> tuple[int, int]:
+        return MODELS.index(row["model"]), POLICIES.index(row["policy"])
+
+    rest = [other for other in read_csv("serve") if place(other) != place(row)]
+    write_csv("serve", sorted([*rest, row], key=place))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from benchmarks.harness.tables import Row, Table, middle, of, over, text
 
+MODELS = ("tiny", "embedded")
 POLICIES = ("two choices", "prefix affinity", "choreo")
 
 
@@ -15,7 +16,7 @@ def _size(row: Row) -> str:
 TABLES = {
     "serve": Table(
         "serve",
-        {"placement": "policy", "size": _size},
+        {"placement": "policy", "model": "model", "size": _size},
         {
             "encoded / prompt": middle(over(of("encoded_tokens"), of("prompt_tokens")), ".3f"),
             "first token p50, ms": text("ttft_p50_ms"),

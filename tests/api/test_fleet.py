@@ -370,6 +370,39 @@ def test_sessions_of_a_tenant_find_what_others_encoded(model_config: Any) -> Non
     _run(main())
 
 
+def test_what_is_given_together_lies_together_until_its_engine_has_much_to_do(
+    model_config: Any,
+) -> None:
+    async def main() -> None:
+        llm = PlayedLLM(3, model_config)
+        c = AsyncChoreography(llm)
+        given = [{"tokens": [n] * 90} for n in range(9)]
+        first = {c.engine_of(message) for message in await c.prefill(given)}
+        assert len(first) == 1
+        (engine,), fleet = first, fleet_of(llm)  # type: ignore[arg-type]
+        assert fleet is not None
+        fleet.loads.add(engine, fleet.measured.rates().encode * 2_000)
+        assert c.engine_of(await c.prefill([10] * 90)) != engine
+
+    _run(main())
+
+
+def test_what_lies_somewhere_is_given_there(model_config: Any) -> None:
+    async def main() -> None:
+        llm = PlayedLLM(3, model_config)
+        documents = [[n] * 90 for n in range(9)]
+        homes = {}
+        for number, tokens in enumerate(documents):
+            c = AsyncChoreography(llm, tenant="t")
+            homes[number] = c.engine_of(await c.prefill(tokens))
+        assert len(set(homes.values())) == 3
+        c = AsyncChoreography(llm, tenant="t")
+        again = await c.prefill([{"tokens": tokens} for tokens in documents])
+        assert {n: c.engine_of(message) for n, message in enumerate(again)} == homes
+
+    _run(main())
+
+
 def test_a_call_that_is_cancelled_between_placing_and_sending_leaves_nothing(
     model_config: Any,
 ) -> None:
@@ -480,7 +513,11 @@ def test_limits_of_a_session_count_over_all_engines(model_config: Any) -> None:
         llm = PlayedLLM(2, model_config)
         options = SessionOptions(tenant="t", limits=ServerConfig(max_tokens_per_session=250))
         c = AsyncChoreography(llm, options=options)
-        parts = [await c.prefill([number] * 100) for number in (7, 8)]
+        parts = [await c.prefill([7] * 100)]
+        engine, fleet = c.engine_of(parts[0]), fleet_of(llm)  # type: ignore[arg-type]
+        assert engine is not None and fleet is not None
+        fleet.loads.add(engine, 1.0)  # else what is given lies together
+        parts.append(await c.prefill([8] * 100))
         assert [len(engine.messages) for engine in llm.engine_core.clients] == [1, 1]
         with pytest.raises(LimitError, match="may hold 250 tokens") as refused:
             await c.prefill([9] * 100)

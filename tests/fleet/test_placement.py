@@ -14,7 +14,7 @@ import pytest
 from vllm_choreo.errors import LimitError
 from vllm_choreo.fleet.homes import Homes
 from vllm_choreo.fleet.loads import Loads
-from vllm_choreo.fleet.placement import Fetch, Rates, Read, candidates_of, place
+from vllm_choreo.fleet.placement import Fetch, Near, Rates, Read, candidates_of, place
 
 
 def _reads(draw: random.Random, num_engines: int) -> list[Read]:
@@ -47,11 +47,16 @@ def test_the_engine_is_the_one_where_the_call_is_done_first(seed: int) -> None:
     move = draw.choice([math.inf, 0.0, 1e-5])
     rates = Rates(1e-4, move, draw.choice([0.0, 0.05]), draw.choice([{}, {0: 0.5}]))
     reads = _reads(draw, num_engines)
-    found = place(reads, 0.2, range(num_engines), queue, rates)
-    best = min(range(num_engines), key=lambda e: (_done(e, reads, 0.2, queue, rates), e))
-    done = _done(best, reads, 0.2, queue, rates)
+    near = draw.choice([None, Near(draw.randrange(num_engines), draw.random())])
+    found = place(reads, 0.2, range(num_engines), queue, rates, near)
+
+    def late(engine: int) -> float:
+        is_apart = near is not None and engine != near.engine
+        return _done(engine, reads, 0.2, queue, rates) + (near.apart if near and is_apart else 0)
+
+    assert late(found.engine) == pytest.approx(min(map(late, range(num_engines))))
+    done = _done(found.engine, reads, 0.2, queue, rates)
     assert queue[found.engine] + found.cost == pytest.approx(done)
-    assert _done(found.engine, reads, 0.2, queue, rates) == pytest.approx(done)
     missing = [read for read in reads if found.engine not in read.homes]
     assert list(found.fetches) == [_fetch(read, queue, rates) for read in missing]
 

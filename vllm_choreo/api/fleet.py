@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 from vllm_choreo.api.fleet_moves import Complete, Holder, MoveCounts, Mover
@@ -30,7 +30,7 @@ from vllm_choreo.errors import EngineRestartedError
 from vllm_choreo.fleet.homes import Homes
 from vllm_choreo.fleet.loads import Loads
 from vllm_choreo.fleet.measured import MeasuredRates
-from vllm_choreo.fleet.placement import Placement, candidates_of, place, source_of
+from vllm_choreo.fleet.placement import Near, Placement, Rates, candidates_of, place, source_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +39,23 @@ if TYPE_CHECKING:
     from vllm_choreo.engine.fleet_client import FleetClient
 
 _ENDED = float("inf")
+# Tokens that other engines may be ahead by before what a session is given goes there.
+_MAX_APART = 2048
+
+
+class GivenMessage(NamedTuple):
+    """A message whose tokens are known before a call encodes them.
+
+    Attributes:
+        key: name of its encoding; where that lies, there is nothing to encode.
+        near: engine of the session's message before it, with which it is likely to be read.
+        num_near: tokens that the session has had encoded there.
+    """
+
+    key: bytes
+    near: int | None
+    num_near: int
+
 
 _FLEETS: WeakKeyDictionary[FleetClient, Fleet] = WeakKeyDictionary()
 
@@ -168,7 +185,11 @@ class Fleet:
     # -- placement -------------------------------------------------------------------------------
 
     def place(
-        self, recipes: Sequence[CallRecipe], num_new: int, only: int | None = None
+        self,
+        recipes: Sequence[CallRecipe],
+        num_new: int,
+        only: int | None = None,
+        given: GivenMessage | None = None,
     ) -> Placement:
         """Choose the engine of a call, one that runs, and count its work there.
 
@@ -176,21 +197,39 @@ class Fleet:
             recipes: messages that the call reads.
             num_new: tokens of the call itself.
             only: the engine, if there is no choice.
+            given: what it makes, if that is known before it runs.
 
         Raises:
             EngineRestartedError: that engine does not run.
         """
         self._turn += 1
         reads = [self.homes.read(recipe.key, recipe.num_tokens) for recipe in recipes]
-        rates = self.measured.rates()
+        rates, near = self.measured.rates(), None
+        if given is not None:
+            own = self.homes.read(given.key, num_new)
+            if own.homes:
+                reads, num_new = [*reads, own], 0
+            else:
+                near = self._near(given, num_new, rates)
         named = candidates_of(reads, self.loads, self._turn) if only is None else [only]
+        if near is not None and only is None:
+            named.append(near.engine)
         candidates = [engine for engine in named if self.is_alive(engine)]
         if not candidates and only is not None:
             raise EngineRestartedError("the engine has ended", parameter="engine", value=only)
-        found = place(reads, rates.encode * num_new, candidates, self.loads.queue, rates)
+        found = place(reads, rates.encode * num_new, candidates, self.loads.queue, rates, near)
         self.loads.add(found.engine, found.cost)
         self.queued[found.engine] += 1
         return found
+
+    def _near(self, given: GivenMessage, num_new: int, rates: Rates) -> Near | None:
+        """Engine where a session's messages are together, unless they fill half of it."""
+        if given.near is None:
+            return None
+        num_together = given.num_near + num_new
+        if 2 * num_together > self.homes.capacity(given.near):
+            return None
+        return Near(given.near, rates.encode * min(num_together, _MAX_APART))
 
     def on_done(self, placed: Placement, life: int) -> None:
         """Take a call's work off its engine, if that has not ended since."""

@@ -10,13 +10,14 @@ ones, and of all of which nothing was seen yet, are what they would have been.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api.async_runner import AsyncRunner
-from vllm_choreo.api.fleet import Fleet
+from vllm_choreo.api.fleet import Fleet, GivenMessage
 from vllm_choreo.api.fleet_calls import (
     Known,
     Running,
@@ -31,7 +32,7 @@ from vllm_choreo.api.one_engine import ask_workers
 from vllm_choreo.api.outcomes import Outcome, choreo_result, report_of
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.planned import PlannedCall
-from vllm_choreo.api.recipes import CallRecipe, named_by, recipe_of
+from vllm_choreo.api.recipes import CallRecipe, bound_recipe, named_by, recipe_of
 from vllm_choreo.api.session import Session
 from vllm_choreo.errors import (
     ChoreoError,
@@ -71,6 +72,9 @@ class FleetRunner(AsyncRunner):
         self._running: dict[str, Running] = {}
         self._ran_on: dict[str, int] = {}  # by message: the engine of its call
         self._restoring: dict[tuple[int, int, str], asyncio.Task[None]] = {}
+        # The engine of the call that was placed last; by engine: new tokens of calls placed there.
+        self._near: int | None = None
+        self._num_placed = Counter[int]()
         self._pinned: dict[str, float] = {}  # until when, on the clock of the event loop
 
     # -- one call --------------------------------------------------------------------------------
@@ -158,10 +162,20 @@ class FleetRunner(AsyncRunner):
         recipes = [named[name] for name in named_by(handle.call)]
         one = SNAPSHOT_ENGINE.get()  # a call that a save makes is of the save's engine
         only = None if one is None else one.number
-        placed = self._fleet.place(recipes, len(handle.call.token_ids), only)
+        num_new = len(handle.call.token_ids)
+        placed = self._fleet.place(recipes, num_new, only, self._given(handle.call, named))
+        self._near = placed.engine
+        self._num_placed[placed.engine] += num_new
         running = Running(placed, self._engines.known(placed.engine), recipes)
         self._running[handle.id] = running
         return running
+
+    def _given(self, call: PlannedCall, named: Mapping[str, CallRecipe]) -> GivenMessage | None:
+        """The message that a call makes, if all of its tokens are given."""
+        if call.params.kind != "prefill":
+            return None
+        key, near = bound_recipe(call, named).key, self._near
+        return GivenMessage(key, near, 0 if near is None else self._num_placed[near])
 
     async def _run_on(self, running: Running, handle: Pending, start: float) -> Result:
         """Run a call on the engine where it was placed."""

@@ -82,6 +82,10 @@ class Homes:
         encoding = self._encodings.get(key)
         return encoding.read if encoding is not None else Read(key, num_tokens, _NOWHERE)
 
+    def capacity(self, engine: int) -> int:
+        """Tokens that an engine has room for."""
+        return self._room[engine]
+
     def used(self, engine: int) -> int:
         """Tokens that lie on an engine."""
         return self._used[engine]

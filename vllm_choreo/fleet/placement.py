@@ -2,6 +2,7 @@
 """Placement of a call: on the engine where it is done first, by what lies and what waits there.
 
     done(engine) = queue(engine) + slowness(engine) * (new + sum of missing parents)
+                   + apart, on all engines but the one near
     missing      = min(encode it there, move it there from one of its homes)
 
 So what is read often is replicated without a rule that says so: while a home has a queue that is
@@ -70,6 +71,18 @@ class Rates:
         return self.move_start + self.move * num_tokens < self.encode * num_tokens
 
 
+class Near(NamedTuple):
+    """An engine where what a call makes is likely to be read.
+
+    Attributes:
+        engine: number of the engine.
+        apart: cost of bringing there together what is read together, if the call runs elsewhere.
+    """
+
+    engine: int
+    apart: float
+
+
 class Fetch(NamedTuple):
     """An encoding that is missing where the call runs.
 
@@ -102,6 +115,7 @@ def place(
     candidates: Iterable[int],
     queue: Sequence[float],
     rates: Rates,
+    near: Near | None = None,
 ) -> Placement:
     """Choose the engine on which a call is done first; of equals the first of the candidates.
 
@@ -111,6 +125,7 @@ def place(
         candidates: numbers of engines to choose from; see `candidates_of`.
         queue: work that waits at each engine, by its number.
         rates: measured costs.
+        near: an engine that is better than others by more than the call itself, if there is one.
 
     Raises:
         ValueError: there is no candidate.
@@ -125,6 +140,8 @@ def place(
         if slowness:
             work *= slowness.get(engine, 1.0)
         done = queue[engine] + work
+        if near is not None and engine != near.engine:
+            done += near.apart
         if done < best_done:
             best, best_done, best_work = engine, done, work
     if best < 0:
