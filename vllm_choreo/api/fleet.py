@@ -197,7 +197,7 @@ class Fleet:
             recipes: messages that the call reads.
             num_new: tokens of the call itself.
             only: the engine, if there is no choice.
-            given: what it makes, if that is known before it runs.
+            given: message that it makes, if its tokens are known before it runs.
 
         Raises:
             EngineRestartedError: that engine does not run.
