@@ -53,13 +53,24 @@ def test_the_methods_as_coroutines(server: Server) -> None:
 
 
 @pytest.mark.parametrize("mode", ["choreo", "baseline"])
+def test_what_is_still_generated_is_not_freed(server: Server, mode: str) -> None:
+    """It would be generated for as long as there are positions, but ends with its session."""
+    endless = {"temperature": 0, "max_tokens": 1900, "ignore_eos": True}
+
+    async def program(c: AsyncChoreoClient) -> None:
+        draft = await c.submit(header="Once upon a time", sampling_params=endless)
+        with pytest.raises(ChoreoError, match="still being generated"):
+            await c.free(draft)
+
+    in_session(server, program, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["choreo", "baseline"])
 def test_calls_on_calls_that_are_not_complete(server: Server, mode: str) -> None:
     long = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
 
     async def program(c: AsyncChoreoClient) -> None:
         draft = await c.submit(header="Once upon a time", sampling_params=long)
-        with pytest.raises(ChoreoError, match="still being generated"):
-            await c.free(draft)
         named = await c.submit(tokens=ANNA, parents=[draft], save_as="named")
         last = await c.decode("The end", parents=[draft, "named"], sampling_params=GREEDY)
         first, second = await draft, await named

@@ -105,12 +105,12 @@ class ChoreoKVCacheManager(KVCacheManager):
         found = None if call else self.prefix_states.take(request, num_computed_tokens)
         assert call or found or not num_computed_tokens, "its hit ends where a state lies"
         # Calls that took states from those before them in turn would lose them to these again.
-        may_take = is_alone and self.call_table.is_first_in_turn(request)
-        has_room = store.free_a_state(self.call_table.needed_states(call), may_take)
+        may_take = is_alone and self.call_table.turns.is_first(request)
+        has_room = store.free_a_state(self.call_table.states.needed(call), may_take)
         if found is not None:
             self.prefix_states.start(request, found, has_room)
         elif has_room:
-            origin = self.call_table.origin(call) if call is not None else None
+            origin = self.call_table.states.origin(call) if call is not None else None
             store.states.start(request.request_id, origin)
         return has_room or found is not None
 

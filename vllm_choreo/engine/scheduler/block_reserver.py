@@ -80,7 +80,7 @@ class BlockReserver:
         self._end_lost_runs()
         first, room = None, Room()
         self._enter_woken()
-        waiting = self._call_table.in_turn()
+        waiting = self._call_table.turns.in_order()
         for index, call in enumerate(waiting):  # grows: by what encodes again, and who is woken
             if call.id not in self._call_table.calls or call.beneficiary.id in self._refusals:
                 continue
@@ -123,7 +123,7 @@ class BlockReserver:
         if is_first:
             self._call_table.adopt_encoders(call)
         for wanted in self._lacks(call):
-            begins = wanted.state is None and wanted in self._call_table.begins_with(call)
+            begins = wanted.state is None and wanted in self._call_table.states.begun_with(call)
             if begins:
                 restored = self._restore_whole(wanted, call, limit)
                 if restored is None:
@@ -163,7 +163,7 @@ class BlockReserver:
             other = self._call_table.calls.get(request.request_id)
             if other is not None and other.beneficiary is call:
                 continue
-            if self._call_table.turn_of(request) < self._call_table.turn_of(call.request):
+            if self._call_table.turns.of(request) < self._call_table.turns.of(call.request):
                 return True
         return False
 
@@ -253,8 +253,8 @@ class BlockReserver:
         if not encoding.is_resident and (tier is None or encoding not in tier):
             return 0
         states.tier.protect(encoding)
-        is_alone = not self._running() and self._call_table.is_first_in_turn(reader.request)
-        needed = self._call_table.needed_states(reader)
+        is_alone = not self._running() and self._call_table.turns.is_first(reader.request)
+        needed = self._call_table.states.needed(reader)
         if not (limit.has(0, 1) and self._store.free_a_state(needed, is_alone)):
             return None
         need = 0
@@ -356,7 +356,7 @@ class BlockReserver:
         num_blocks = self._pool.get_num_free_blocks() + idle - promised
         if self._store.states is None:
             return Room(num_blocks)
-        needed = next(self._call_table.needed_states(None))
+        needed = next(self._call_table.states.needed(None))
         num_states = self._store.states.num_free + self._store.states.num_idle(needed)
         return Room(num_blocks, num_states - len(waiting))
 

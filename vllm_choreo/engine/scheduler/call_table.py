@@ -14,14 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from vllm_choreo.engine.scheduler.call_blocks import CallBlocks
+from vllm_choreo.engine.scheduler.call_states import CallStates
 from vllm_choreo.engine.scheduler.parking import Parking
 from vllm_choreo.engine.scheduler.pictures import copied_pictures
 from vllm_choreo.engine.scheduler.planning import plan_call, watching_of, write_virtual_sequence
 from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+from vllm_choreo.engine.scheduler.turns import Turns
 from vllm_choreo.engine.step import HiddenCapture, RequestSpans, request_spans
 from vllm_choreo.errors import CyclicParentsError, ParentFailedError, RepairError
 from vllm_choreo.repair.runs import TokenRange
@@ -31,7 +33,6 @@ from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.groups import Blocks
 from vllm_choreo.store.hidden import check_memory
 from vllm_choreo.store.pictures import Picture
-from vllm_choreo.store.state_starts import StateOrigin
 from vllm_choreo.store.store import MessageStore
 
 # Contention may make a call lose what was encoded again for it, but not this often.
@@ -47,6 +48,8 @@ class CallTable:
 
     Attributes:
         blocks: blocks that calls read, and that they go on from.
+        states: states that they begin with.
+        turns: their order.
         min_run_tokens: tokens that a run has at least. With speculative decoding vLLM pads a
             request of one token to more, which would be written over the tokens after the run.
         calls: all of them, by request id.
@@ -65,18 +68,18 @@ class CallTable:
         reprioritize: Callable[[Collection[Request], int], None] | None = None,
     ) -> None:
         self.store = store
-        self._reprioritize = reprioritize
         self.blocks = CallBlocks(store)
         self.min_run_tokens = min_run_tokens
         self.block_size = store.block_size
         self.max_model_len = max_model_len
         self.calls: dict[str, ScheduledCall] = {}
         self.waiting: dict[str, ScheduledCall] = {}
+        self.turns = Turns(self.calls, self.waiting, reprioritize)
+        self.states = CallStates(store, self.waiting)
         self.woken: list[ScheduledCall] = []
         self.unneeded: list[ScheduledCall] = []
         self.parking = Parking()
         store.on_final = self.wake
-        self._num_opened = 0
         # How many calls of callers have begun, and ended: progress of somebody.
         self._num_events = 0
 
@@ -146,35 +149,11 @@ class CallTable:
         call.request.skip_reading_prefix_cache = True
         self.store.residency.add_encoder(call.encoding, call.id)
         self.store.residency.wait_for(call.reads)
-        self._num_opened += 1
-        if call.serves is None:
-            call.own_turn = (self._priority(call.request), self._num_opened)
-            self._pass_priority_on(call)
+        self.turns.give(call)
         self.calls[call.id] = call
         if not self.parking.park(call):
             self.waiting[call.id] = call
         return call
-
-    def _priority(self, request: Request) -> int:
-        return 0 if self._reprioritize is None else request.priority
-
-    def _pass_priority_on(self, call: ScheduledCall) -> None:
-        """Give the calls that a new one waits for its priority, if theirs comes after it.
-
-        Else those that come between are served before what it waits for, and each may wait for room
-        that the other has: priority inversion.
-        """
-        priority, readers, urgent = call.own_turn[0], [call], list[Request]()
-        while readers:
-            for parent in readers.pop().parents:
-                for made_by in filter(None, map(self.calls.get, parent.encoders)):
-                    if made_by.own_turn[0] <= priority or made_by.is_internal:
-                        continue  # what is encoded again is adopted by the first that waits for it
-                    made_by.own_turn = (priority, made_by.own_turn[1])
-                    urgent += (other.request for other in made_by.with_helpers())
-                    readers.append(made_by)
-        if urgent and self._reprioritize is not None:
-            self._reprioritize(urgent, priority)
 
     # -- waiting ---------------------------------------------------------------------------
 
@@ -193,21 +172,6 @@ class CallTable:
         """Take the calls whose requests vLLM's queue has yet to get."""
         woken, self.woken = self.woken, []
         return [call for call in woken if call.id in self.calls]
-
-    def in_turn(self) -> list[ScheduledCall]:
-        """Waiting calls in vLLM's order, by priority where that is its policy, then by arrival.
-
-        In another one, a call that vLLM preempts for the next one would take from that in turn.
-        """
-        return sorted(self.waiting.values(), key=lambda call: call.turn)
-
-    def turn_of(self, request: Request) -> tuple[int, float, int]:
-        """Turn of a call's request, or of an ordinary one: by priority, then by arrival."""
-        call = self.calls.get(request.request_id)
-        if call is None:
-            return self._priority(request), request.arrival_time, 0
-        priority, number = call.turn
-        return priority, call.beneficiary.request.arrival_time, number
 
     def resolve(self, call: ScheduledCall) -> bool:
         """Decide positions and write the virtual sequence, once all parents are known.
@@ -290,20 +254,11 @@ class CallTable:
         is_there = call.plan is not None and all(
             parent.has(wanted) for parent, wanted in self.blocks.wanted(call)
         )
-        return is_there and self.store.can_begin_with(self.begins_with(call))
-
-    def origin(self, call: ScheduledCall) -> StateOrigin | None:
-        """Origin of the state of a call; None: the model has none."""
-        return StateOrigin.of(call.parents) if self.store.states else None
-
-    def begins_with(self, call: ScheduledCall) -> tuple[Encoding, ...]:
-        """Encodings whose states a call begins with."""
-        origin = self.origin(call)
-        return origin.encodings if origin else ()
+        return is_there and self.store.can_begin_with(self.states.begun_with(call))
 
     def missing(self, call: ScheduledCall) -> list[Encoding]:
         """Parents that must be encoded again, and that no call encodes yet."""
-        begins_with = self.begins_with(call)
+        begins_with = self.states.begun_with(call)
         found = [
             parent
             for parent, wanted in self.blocks.wanted(call)
@@ -311,30 +266,6 @@ class CallTable:
             if not parent.has(wanted) or (parent.state is None and parent in begins_with)
         ]
         return list(dict.fromkeys(found))
-
-    def needed_states(self, call: ScheduledCall | None) -> Iterator[set[Encoding]]:
-        """Encodings whose states are kept while one is found for a request that starts.
-
-        First those that all calls that wait begin with; then those that this call begins with, and
-        all that run for the same caller's; then those of itself and of the calls that it serves,
-        then its own: who is alone may take from others, and last from itself.
-
-        Args:
-            call: None: the request is no call.
-        """
-        served = [*call.with_served()] if call is not None else []
-        together = [*call.beneficiary.with_helpers()] if call is not None else []
-        for calls in ([*together, *self.waiting.values()], together, served, served[:1]):
-            yield set[Encoding]().union(*map(self.begins_with, calls))
-
-    def is_first_in_turn(self, request: Request) -> bool:
-        """Return whether no call comes before a request that could run if there is room for it."""
-        turn = self.turn_of(request)
-        return not any(
-            self.turn_of(call.request) < turn
-            for call in self.waiting.values()
-            if call.request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        )
 
     def adopt_encoders(self, call: ScheduledCall) -> None:
         """Have what others' calls encode for themselves, and `call` waits for, serve it first.

@@ -112,7 +112,7 @@ class PrefixStates:
 
     def _take_from_messages(self) -> bool:
         """Have the message that goes first give up its state; false: none may."""
-        store, needed = self._call_table.store, next(self._call_table.needed_states(None))
+        store, needed = self._call_table.store, next(self._call_table.states.needed(None))
         victim = self._states.victim(needed, store.clock())
         is_idle = victim is not None and not victim.is_pinned(store.clock())
         return is_idle and store.evict_state(needed) and bool(self._states.num_free)

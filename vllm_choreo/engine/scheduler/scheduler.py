@@ -384,7 +384,7 @@ class _Choreographed(Scheduler):
         if any(self._is_blocked_waiting_status(request.status) for request in self.waiting):
             return
         self.num_idle_steps += 1
-        waiting = self.call_table.in_turn()
+        waiting = self.call_table.turns.in_order()
         if self.num_idle_steps >= _MAX_IDLE_STEPS and waiting:
             error = RuntimeError("calls wait, and nothing is left that could be begun for them")
             self.refusals.refuse_unexpected(waiting[0].beneficiary.id, error)
