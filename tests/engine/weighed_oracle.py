@@ -51,7 +51,10 @@ class WeighedOracle:
             # Where a window hides them all, there is nothing to weigh.
             total = total.where(total > torch.finfo().min / 2, 0.0)
             scores[..., first:stop] = chosen + (self.temperature * self.scale - 1) * total
-            return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+            if (sinks := getattr(module, "sinks", None)) is not None:
+                scores = torch.cat([scores, sinks[:, None, None].expand_as(scores[..., :1])], -1)
+            weights = scores.softmax(-1)[..., : key.shape[2]]
+            return (weights @ value).transpose(1, 2).contiguous(), None
 
         names["eager_attention_forward"] = forward if first < stop else ours
         try:

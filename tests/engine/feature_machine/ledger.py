@@ -385,6 +385,15 @@ class Ledger:
                 links.append((("layers", made, parent, tuple(links)), start, stop))
             elif tuple(runs[number]) == ((0, stop - start),):
                 links.append((copy, 0, stop - start))
+            elif self.limits.cuts_parents:
+                # Both parts are encoded here, whoever has encoded the parent; the first is one copy
+                # for the call and for the rest if it stands at one place for both.
+                goes_on = offset == parent.position and has(
+                    made, parent, links, before, start, offset, is_anew=True
+                )
+                ((_, num_first),) = runs[number]
+                cut = ("cut", parent, num_first, goes_on, tuple(links), where)
+                links.append((cut, 0, stop - start))
             else:
                 links.append((("patch", made, parent, tuple(links)), start, stop))
         made.links = links
@@ -442,9 +451,15 @@ def has(
     before: Sequence[tuple[int, int, int]],
     start: int,
     offset: int,
+    *,
+    is_anew: bool = False,
 ) -> bool:
-    """Whether a message, seen from `start` on at `offset`, was made behind what is read before."""
-    if start or parent.call.adapter != made.call.adapter or parent.is_given:
+    """Whether a message, seen from `start` on at `offset`, was made behind what is read before.
+
+    Args:
+        is_anew: all of it is encoded once more, whoever may have encoded it.
+    """
+    if start or parent.call.adapter != made.call.adapter or (parent.is_given and not is_anew):
         return False
     if isinstance(parent.rule, Reweighted) and len(parent.links) > 1:
         return False
@@ -466,7 +481,7 @@ def is_exact(made: Made) -> bool:
             links, before = made.links[:number], made.spans[:number]
             if not has(made, of, links, before, start, offset):
                 return False
-        elif of[0] != "copy":
+        elif of[0] != "copy" and not (of[0] == "cut" and of[3]):
             return False
     return True
 
@@ -478,6 +493,8 @@ def _is_untrusted(link: tuple[Any, int, int]) -> bool:
     kind, *parts = of or (None,)
     if kind == "copy":
         return any(map(_is_untrusted, parts[3]))
+    if kind == "cut":
+        return any(map(_is_untrusted, (*parts[3], *parts[0].links)))
     # Patches are made of what they are laid over, and of what is read before that.
     return kind is not None and any(map(_is_untrusted, parts[2])) | parts[1].is_untrusted
 
