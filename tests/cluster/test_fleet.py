@@ -48,12 +48,15 @@ def fleet(answers: list[tuple[int, ...]], start_fleet: Callable[..., Fleet]) -> 
 
 
 def test_answers_are_those_of_one_engine(fleet: Fleet, answers: list[tuple[int, ...]]) -> None:
-    with fleet.client() as c:
+    with fleet.client() as c, fleet.client() as other:
         facts = c.prefill([{"tokens": text} for text in _WORDS])
         found = c.decode(
             [{"header": "t5 t6", "parents": facts[: n + 1]} for n in range(4)],
             sampling_params=LONG,
         )
+        other.prefill(
+            "t7 t8 t9"
+        )  # what a session is given lies together: this is on another engine
         engines = fleet.engines()
     assert [answer.generated_token_ids for answer in found] == answers
     assert [engine["state"] for engine in engines] == ["running"] * 2
