@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.harness import record
 from benchmarks.states import __main__ as states
-from benchmarks.states import bars
+from benchmarks.states import bars, orders
 
 
 @pytest.mark.exhaustive  # two engines in processes of their own
@@ -35,6 +35,20 @@ def test_both_sides_say_the_same_and_the_chain_reads_what_stock_does_not_find(
     assert len(ordinary) == 2 * 3  # nothing in common; and something, in a cold and in a warm cache
     warm = [row for row in ordinary if row["is_warm"] == "1"]
     assert all(int(row["cached_tokens"]) >= 2 * 1024 for row in warm)
+
+
+@pytest.mark.exhaustive  # four engines in processes of their own
+def test_readers_in_any_order_reuse_all_documents(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    sizes = ["--documents", "2", "--tokens", "40", "--readers", "2"]
+    short = ["orders", "--turns", "1", "--passes", "1", "--judged", "1", *sizes]
+    monkeypatch.setattr(sys, "argv", short)
+    assert orders.main() == 0  # it ends where answers differ, or a reader reuses less
+    timed = {row["side"]: row for row in record.read_csv("states_orders")}
+    assert int(timed["composed"]["reused_tokens"]) == 2 * 2 * 40
+    assert {row["model"] for row in record.read_csv("states_quality")} == {"hybrid", "dense"}
 
 
 def test_bars() -> None:
