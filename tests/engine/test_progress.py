@@ -21,7 +21,7 @@ from tests.engine.feature_machine.program import (
 )
 from vllm_choreo.engine.scheduler import progress_guard, scheduler
 from vllm_choreo.engine.scheduler.block_reserver import BlockReserver
-from vllm_choreo.engine.scheduler.call_table import CallTable
+from vllm_choreo.engine.scheduler.turns import Turns
 
 MachineOf = Callable[[str], Machine]
 
@@ -169,7 +169,7 @@ def test_a_call_that_waits_for_nothing_is_refused(
     machine_of: MachineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the cure that the program is for; then the others get on."""
-    monkeypatch.setattr(CallTable, "_pass_priority_on", lambda self, call: None)
+    monkeypatch.setattr(Turns, "_pass_priority_on", lambda self, call: None)
     monkeypatch.setattr(scheduler, "_MAX_IDLE_STEPS", 50)
     with pytest.raises(Broken, match=r"m10.*unexpected error of the engine"):
         run(machine_of("adapters"), *_URGENT)
