@@ -76,7 +76,8 @@ def main() -> int:
             print(row, flush=True)
             _add({**row, **record()})
     print(as_text(TABLES.values()))
-    return int(any(int(row["wrong_answers"]) for row in read_csv("serve")))
+    rows = [row for row in read_csv("serve") if row["policy"] in args.policies]
+    return int(any(int(row["wrong_answers"]) for row in rows if row["model"] == args.model))
 
 
 @dataclass(frozen=True)

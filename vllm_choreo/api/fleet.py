@@ -42,6 +42,8 @@ _ENDED = float("inf")
 # Tokens that other engines may be ahead by before what a session is given goes there.
 _MAX_APART = 2048
 
+_FLEETS: WeakKeyDictionary[FleetClient, Fleet] = WeakKeyDictionary()
+
 
 class GivenMessage(NamedTuple):
     """A message whose tokens are known before a call encodes them.
@@ -55,9 +57,6 @@ class GivenMessage(NamedTuple):
     key: bytes
     near: int | None
     num_near: int
-
-
-_FLEETS: WeakKeyDictionary[FleetClient, Fleet] = WeakKeyDictionary()
 
 
 def fleet_of(async_llm: AsyncLLM) -> Fleet | None:

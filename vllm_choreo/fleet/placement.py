@@ -125,7 +125,7 @@ def place(
         candidates: numbers of engines to choose from; see `candidates_of`.
         queue: work that waits at each engine, by its number.
         rates: measured costs.
-        near: an engine that is better than others by more than the call itself, if there is one.
+        near: engine where others are likely to read what the call makes, if there is one.
 
     Raises:
         ValueError: there is no candidate.

@@ -121,7 +121,7 @@ class BlockReserver:
         """
         limit = room if not is_first or self._runs_before(call.beneficiary) else Room()
         if is_first:
-            self._call_table.adopt_encoders(call)
+            self._call_table.turns.adopt_encoders(call)
         for wanted in self._lacks(call):
             begins = wanted.state is None and wanted in self._call_table.states.begun_with(call)
             if begins:

@@ -267,18 +267,6 @@ class CallTable:
         ]
         return list(dict.fromkeys(found))
 
-    def adopt_encoders(self, call: ScheduledCall) -> None:
-        """Have what others' calls encode for themselves, and `call` waits for, serve it first.
-
-        It is first in turn. Else it would wait for what waits for room beside it.
-        """
-        sources = (parent.patch.source for parent in call.parents if parent.patch)
-        for encoding in (*call.parents, *sources):
-            for encoder in filter(None, map(self.calls.get, encoding.encoders)):
-                is_others = encoder.beneficiary is not call.beneficiary
-                if is_others and encoder.is_internal and not encoder.is_scheduled:
-                    encoder.serve(call)
-
     def count_served(self, call: ScheduledCall) -> None:
         """Count something encoded again, or brought back, on behalf of a caller's call."""
         if call.served_since != self._num_events:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Room:
-    """Blocks and states of which calls take one after the other.
+    """Blocks and states of which calls take one after the other; by default without bounds.
 
     Attributes:
         num_blocks: blocks that are left; negative if somebody took more than there were.

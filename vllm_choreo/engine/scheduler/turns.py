@@ -58,6 +58,18 @@ class Turns:
         if urgent and self._reprioritize is not None:
             self._reprioritize(urgent, priority)
 
+    def adopt_encoders(self, call: ScheduledCall) -> None:
+        """Have what others' calls encode for themselves, and `call` waits for, serve it first.
+
+        It is first in turn. Else it would wait for what waits for room beside it.
+        """
+        sources = (parent.patch.source for parent in call.parents if parent.patch)
+        for encoding in (*call.parents, *sources):
+            for encoder in filter(None, map(self._calls.get, encoding.encoders)):
+                is_others = encoder.beneficiary is not call.beneficiary
+                if is_others and encoder.is_internal and not encoder.is_scheduled:
+                    encoder.serve(call)
+
     def in_order(self) -> list[ScheduledCall]:
         """Waiting calls in vLLM's order, by priority where that is its policy, then by arrival.
 

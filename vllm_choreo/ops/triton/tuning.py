@@ -44,7 +44,7 @@ def tuning_of(num_rows: int, row_bytes: int, itemsize: int, arch: int) -> TileTu
 
     Args:
         row_bytes: bytes of a query's head, padded to a power of two.
-        itemsize: bytes of a number of it; products of four bytes have registers enough of 8 warps.
+        itemsize: bytes of a number of it. Float32 spills in the loop if it has four warps.
         arch: compute capability without the point; 0: the interpreter.
     """
     is_lean = arch in (80, 90) and row_bytes <= 256 and itemsize == 2
