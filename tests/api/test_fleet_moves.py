@@ -27,10 +27,15 @@ from tests.api.test_fleet import (
     greedy,
     model_config,
 )
-from vllm_choreo.api import fleet_transfer
 from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.api.fleet import Fleet, fleet_of
+from vllm_choreo.api.fleet_moves import Holder
+from vllm_choreo.api.fleet_transfer import Move
+from vllm_choreo.engine import moves
+from vllm_choreo.engine.moves import MOVE_OPERATIONS, MessageMoves
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.fleet.placement import Rates
+from vllm_choreo.snapshot import moving
 from vllm_choreo.snapshot.manifest import manifest_bytes
 
 __all__ = ["fleet_log", "model_config"]  # fixtures
@@ -50,6 +55,7 @@ class SavingEngine(PlayedEngine):
     Attributes:
         numbers: keys and values of each message by session and id.
         unfinished: messages whose last token is not encoded until a call reads them.
+        num_held: messages whose blocks are held for a save, and saves and loads under way.
     """
 
     def __init__(self) -> None:
@@ -58,6 +64,8 @@ class SavingEngine(PlayedEngine):
         self.tokens: dict[tuple[str, str], list[int]] = {}
         self.unfinished: set[tuple[str, str]] = set()
         self.on_read: Callable[[], None] = lambda: None
+        self.num_held = 0
+        self.moves = MessageMoves(self._operate, self._ask_workers, piece_bytes=1)
         self._loads: dict[int, Any] = {}
         self._blocks: list[Any] = []
 
@@ -84,11 +92,21 @@ class SavingEngine(PlayedEngine):
         return generated, report
 
     async def call_utility_async(self, method: str, operation: str, args: list[Any]) -> Any:
-        name = operation.removeprefix("snapshot_")
-        if name == operation:
+        if operation not in MOVE_OPERATIONS and not operation.startswith("snapshot_"):
             return await super().call_utility_async(method, operation, args)
         await asyncio.sleep(0)
-        return getattr(self, f"_{name}")(*args)
+        plain = json.loads(json.dumps(args, default=bytes.hex))  # as it comes through a socket
+        if operation not in MOVE_OPERATIONS:
+            return self._operate(operation, plain)
+        if operation.endswith("port_message"):
+            plain[2][-1] = bytes.fromhex(plain[2][-1])
+        try:
+            return getattr(self.moves, operation)(*plain)
+        except ChoreoError as error:
+            return {"choreo_error": error.to_report()}
+
+    def _operate(self, operation: str, args: Any) -> Any:
+        return getattr(self, f"_{operation.removeprefix('snapshot_')}")(*args)
 
     def _describe(self, session: str, ids: list[str]) -> Any:
         entries = [
@@ -112,27 +130,32 @@ class SavingEngine(PlayedEngine):
             for message_id in ids
         ]
         self._keys = [(session, message_id) for message_id in ids]
+        self.num_held += 1
         traces = [{"id": "t", "parents": [], "origin": None}]
         recipes = {"adapters": [], "traces": traces, "encodings": entries}
         numbers = list(range(len(ids)))
         told = {"ticket": 1, "recipes": recipes, "own": numbers, "resident": numbers}
         return {**told, "firsts": [[0]] * len(ids)}
 
-    def _release_ticket(self, ticket: int) -> None: ...
+    def _release_ticket(self, ticket: int) -> None:
+        self.num_held -= 1
 
     def _hold(self, ticket: int, number: int) -> Any:
         key = self._keys[number]
         if key in self.unfinished:
             return None
         self._blocks.append(self.numbers[key])
+        self.num_held += 1
         blocks = [[len(self._blocks) - 1]]
         return {"ticket": 2, "blocks": blocks, "stored_position": 0, "hidden": None, "state": None}
 
     def _release(self, ticket: int) -> bool:
+        self.num_held -= 1
         return True
 
     def _begin(self, session: str, tenant: str, recipes: Any, named: Any) -> int:
         ticket = len(self._loads)
+        self.num_held += 1
         self._loads[ticket] = session, recipes["encodings"], named, {}
         return ticket
 
@@ -145,6 +168,7 @@ class SavingEngine(PlayedEngine):
 
     def _commit(self, ticket: int) -> Any:
         session, entries, named, places = self._loads.pop(ticket)
+        self.num_held -= 1
         for message_id, number in named.items():
             key = session, message_id
             self.messages[key] = bytes.fromhex(entries[number]["digest"])
@@ -155,10 +179,14 @@ class SavingEngine(PlayedEngine):
         return {"messages": len(places), "tokens": tokens}
 
     def _abort(self, ticket: int) -> None:
-        self._loads.pop(ticket, None)
+        self.num_held -= self._loads.pop(ticket, None) is not None
 
     async def collective_rpc_async(self, method: str, timeout: None, args: Any) -> list[Any]:
+        """Of a save or a load that is no move: bytes come and go through the API server."""
         await asyncio.sleep(0)
+        return self._ask_workers(method, args)
+
+    def _ask_workers(self, method: str, args: Any) -> list[Any]:
         if method == "choreo_kv_shape":
             layers = [[1, _SIZE, _SIZE]] * _LAYERS
             shape = {"dtype": "float32", "layers": layers, "groups": [0] * _LAYERS, "scales": []}
@@ -265,6 +293,46 @@ def test_an_answer_whose_last_token_is_not_encoded_yet_is_moved(model_config: An
     _run(main())
 
 
+@pytest.mark.parametrize("part", ["export", "import"])
+def test_a_move_that_is_cancelled_leaves_nothing_behind(part: str, model_config: Any) -> None:
+    """Between two pieces of keys and values an engine does other things, such as giving up."""
+
+    async def main() -> None:
+        llm, fleet = started(model_config)
+        engines: Any = llm.engine_core.clients
+        c = AsyncChoreography(llm)  # type: ignore[arg-type]
+        document = await c.prefill([7] * 100)
+        home = home_of(fleet, c, document)
+        recipe = c._runner._recipes[document.id]  # type: ignore[attr-defined]
+        holder = Holder(home, c._session.id, document.id)
+        order = fleet.mover._order(recipe, holder, "scratch")
+        under_way, forever = asyncio.Event(), asyncio.Event()
+        at = engines[home if part == "export" else 1 - home]
+        answer = at.call_utility_async
+
+        async def held_up(method: str, operation: str, args: list[Any]) -> Any:
+            if operation == "continue_move":
+                under_way.set()
+                await forever.wait()
+            return await answer(method, operation, args)
+
+        async def complete() -> None: ...
+
+        at.call_utility_async = held_up
+        move = Move(order, engines[home], engines[1 - home], complete)
+        task = asyncio.create_task(fleet.mover.transfer.move(move))
+        await under_way.wait()
+        assert at.num_held and list(fleet.mover.transfer.files.folder.iterdir())
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [engine.num_held for engine in engines] == [0, 0]
+        assert not list(fleet.mover.transfer.files.folder.iterdir())
+        assert await answer("choreo", "cancel_move", ["unknown"]) is None
+
+    _run(main())
+
+
 def _flipped(fleet: Fleet) -> None:
     """Change a byte of what is being moved."""
     (path,) = fleet.mover.transfer.files.folder.glob("*/*.safetensors")
@@ -305,13 +373,13 @@ def test_a_move_that_fails_is_an_encoding(
         home = home_of(fleet, c, document)
         engines: Any = llm.engine_core.clients
         if fault in _HARMS:
-            loading = fleet_transfer.loading
+            importing = moves.importing
 
             def harmed(*args: Any) -> Any:
                 _HARMS[fault](fleet)
-                return loading(*args)
+                return importing(*args)
 
-            monkeypatch.setattr(fleet_transfer, "loading", harmed)
+            monkeypatch.setattr(moves, "importing", harmed)
         elif fault == "engine ends":
 
             def end() -> None:
@@ -320,7 +388,7 @@ def test_a_move_that_fails_is_an_encoding(
 
             engines[home].on_read = end
         else:
-            monkeypatch.setattr(fleet_transfer.shutil, "disk_usage", lambda path: _Full())
+            monkeypatch.setattr(moving.shutil, "disk_usage", lambda path: _Full())
         with only_on(fleet, home):
             expected = await c.decode([4], parents=[document], sampling_params=greedy())
         fleet.loads.add(home, 1e6)
@@ -329,6 +397,7 @@ def test_a_move_that_fails_is_an_encoding(
         assert (fleet.mover.total.moved, fleet.mover.total.failed) == (0, 1)
         assert fleet.num_again[1 - home] == 1
         assert not list(fleet.mover.transfer.files.folder.iterdir())
+        assert fault == "engine ends" or [engine.num_held for engine in engines] == [0, 0]
 
     _run(main())
     assert _REASONS.get(fault, "") in fleet_log.text

@@ -26,10 +26,11 @@ from tests.api.test_fleet_moves import (
 )
 from vllm_choreo import AsyncChoreography
 from vllm_choreo.api.fleet import Fleet
-from vllm_choreo.api.fleet_transfer import MoveFiles, MoveOrder
+from vllm_choreo.api.fleet_transfer import MoveFiles
 from vllm_choreo.cluster import transfer
 from vllm_choreo.cluster.transfer import ObjectStoreTransfer, Parcel
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.snapshot.moving import MoveOrder
 
 __all__ = ["model_config"]
 

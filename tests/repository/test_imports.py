@@ -28,7 +28,9 @@ PACKAGES: dict[str, set[str]] = {
     "chat": set(),
     "store": {"semantics", "repair", "memory_changes"},
     "fleet": set(),
-    "engine": {"config", "semantics", "kv_dtype", "memory_changes", "trained_adapter"},
+    "engine": {
+        *("config", "semantics", "kv_dtype", "memory_changes", "trained_adapter", "snapshot"),
+    },
     "engine.scheduler": {
         *("config", "semantics", "repair", "store", "engine", "kv_dtype", "memory_changes"),
     },
@@ -56,7 +58,9 @@ PACKAGES: dict[str, set[str]] = {
     "pml.language": {"chat"},
     "pml.client": {"pml", "pml.language", "semantics", "wire", "client"},
     "pml.server": {"pml", "pml.language", "semantics", "wire", "api", "server"},
-    "cluster": {"config", "semantics", "engine", "api", "server", "integrations", "cli"},
+    "cluster": {
+        *("config", "semantics", "engine", "api", "server", "integrations", "cli", "snapshot"),
+    },
     "planner": {"convert", "chat", "semantics", "api", "client", "files", "fleet"},
     "lab": set(),
     "lab.problems": set(),

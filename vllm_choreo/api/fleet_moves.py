@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_choreo.api.fleet_transfer import Move, MoveOrder, Transfer
+from vllm_choreo.api.fleet_transfer import Move, Transfer
 from vllm_choreo.api.one_engine import OneEngine, ask_engine
 from vllm_choreo.api.recipes import CallRecipe
 from vllm_choreo.errors import (
@@ -32,6 +32,7 @@ from vllm_choreo.errors import (
 )
 from vllm_choreo.fleet.measured import MeasuredRates
 from vllm_choreo.semantics.message import Saved
+from vllm_choreo.snapshot.moving import MoveOrder
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient

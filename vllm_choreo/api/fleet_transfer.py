@@ -3,8 +3,9 @@
 
     source   describe, hold, read  ->  files in memory  ->  begin, allocate, write, commit   target
 
-On one machine the API server does both, through a folder in memory. Where engines are on several,
-each does its own part, and the files go from one to the other (`vllm_choreo/cluster/transfer.py`).
+The engines' cores write and read the files (`vllm_choreo/engine/moves.py`), in a folder of whoever
+orders the move. Where engines are on several machines the files go from one to the other
+(`vllm_choreo/cluster/transfer.py`).
 """
 
 from __future__ import annotations
@@ -15,23 +16,20 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from vllm_choreo.api.one_engine import EngineClient, OneEngine, ask_engine, ask_workers
+from vllm_choreo.api.one_engine import EngineClient, OneEngine, ask_engine
 from vllm_choreo.api.snapshots import origin_of
-from vllm_choreo.errors import ChoreoError, KeptError, PoolFullError
-from vllm_choreo.semantics.message import Message, Metrics, Saved, Usage
-from vllm_choreo.snapshot.loading import loading
+from vllm_choreo.errors import ChoreoError, EngineRestartedError, PoolFullError
+from vllm_choreo.semantics.message import Saved
 from vllm_choreo.snapshot.manifest import tenant_digest
+from vllm_choreo.snapshot.moving import MoveOrder
 from vllm_choreo.snapshot.origin import Origin
-from vllm_choreo.snapshot.saving import saving
-from vllm_choreo.snapshot.steps import Ask, drive_async
-from vllm_choreo.snapshot.storage import SnapshotFolder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,27 +37,11 @@ if TYPE_CHECKING:
 # Memory that is mounted as a folder.
 _MEMORY = Path("/dev/shm")
 
-_Answer = Callable[[Ask], Awaitable[object]]
+_T = TypeVar("_T")
 
 
-class MoveOrder(NamedTuple):
-    """A message that is moved.
-
-    Attributes:
-        session, message_id: the message, as its engine knows it.
-        token_ids: its tokens.
-        tenant: tenant of its session.
-        scratch_session, scratch_id: session and name under which the other engine has it meanwhile.
-        key: secret with which its files are signed; both sides have it from whoever orders this.
-    """
-
-    session: str
-    message_id: str
-    token_ids: tuple[int, ...]
-    tenant: str
-    scratch_session: str
-    scratch_id: str
-    key: bytes
+class IncompleteMessageError(PoolFullError):
+    """Not all of a message is encoded where it is; its last token, as a rule."""
 
 
 class Move(NamedTuple):
@@ -91,6 +73,15 @@ class Transfer(Protocol):
         """
 
 
+async def completed(export: Callable[[], Awaitable[_T]], move: Move) -> _T:
+    """Export a message, and have it encoded before if not all of it is."""
+    try:
+        return await export()
+    except IncompleteMessageError:
+        await move.complete()
+        return await export()
+
+
 class MoveFiles:
     """Files of moves, in a folder of this process.
 
@@ -118,58 +109,58 @@ class MoveFiles:
         finally:
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
-    async def save(
-        self,
-        path: Path,
-        order: MoveOrder,
-        client: EngineClient,
-        complete: Callable[[], Awaitable[None]],
-    ) -> Saved:
-        """Write the files of a message; raises whatever prevents it."""
-        folder = self._snapshot(path, order)
+    async def save(self, path: Path, order: MoveOrder, client: EngineClient) -> Saved:
+        """Have an engine write the files of a message.
+
+        Raises:
+            IncompleteMessageError: not all of it is encoded.
+            Exception: whatever else prevents it.
+        """
         origin = self._origin_of(order.session, order.tenant)
-        steps = saving([_message(order)], folder, origin, encodings=True, progress=False)
-        return await drive_async(steps, _answerer(OneEngine(client), complete))
+        told = await _run(client, "export_message", path, order, origin)
+        if "is_incomplete" in told:
+            raise IncompleteMessageError(
+                "not all of the message is encoded where it is", parameter="messages"
+            )
+        return Saved(*told["saved"])
 
     async def load(self, path: Path, order: MoveOrder, client: EngineClient) -> None:
-        """Give an engine the message whose files these are.
+        """Have an engine take in the message whose files these are.
 
         Raises:
             KeptError: the files were not written by this order.
             PoolFullError: it has no room for it now.
             Exception: whatever else prevents it.
         """
-        answer = _answerer(OneEngine(client))
-        told: dict[str, Any] = {}
-
-        async def note(ask: Ask) -> object:
-            found = await answer(ask)
-            if ask.args[0] == "snapshot_commit" and isinstance(found, dict):
-                told.update(found)
-            return found
-
-        steps = loading(
-            self._snapshot(path, order),
-            self._origin_of(order.scratch_session, order.tenant),
-            order.tenant,
-            lambda session, ids: dict.fromkeys(ids, order.scratch_id),
-            partial(_check_trusted, path),
-            lambda: None,
-            "refuse",
-            False,
-        )
-        await drive_async(steps, note)
-        if not told.get("tokens"):
+        target = self._origin_of(order.scratch_session, order.tenant)
+        told = await _run(client, "import_message", path, order, target)
+        if not told["loaded"]:
             raise PoolFullError("the other engine has no room for it now", parameter="messages")
-
-    def _snapshot(self, path: Path, order: MoveOrder) -> SnapshotFolder:
-        room = shutil.disk_usage(self.folder).free
-        return SnapshotFolder(path, "the exchange folder", room, order.key)
 
     def _origin_of(self, session: str, tenant: str) -> Origin:
         if self._origin is None:
             self._origin = origin_of(self._config, session, tenant)
         return replace(self._origin, session=session, tenant=tenant_digest(tenant))
+
+
+async def _run(
+    client: EngineClient, operation: str, path: Path, order: MoveOrder, origin: Origin
+) -> Mapping[str, Any]:
+    """Have an engine's core do its part of a move, piece by piece; return what it tells at last."""
+    engine, name = OneEngine(client), f"{operation} {order.scratch_id}"
+    is_over = False
+    try:
+        told = await ask_engine(engine, operation, name, str(path), list(order), asdict(origin))
+        assert isinstance(told, dict)
+        while "is_under_way" in told:
+            told = await ask_engine(engine, "continue_move", name)
+            assert isinstance(told, dict)
+        is_over = True
+        return told
+    finally:
+        if not is_over:
+            with suppress(EngineRestartedError):
+                await ask_engine(engine, "cancel_move", name)
 
 
 class FolderTransfer:
@@ -184,7 +175,7 @@ class FolderTransfer:
 
     async def move(self, move: Move) -> Saved:
         async with self.files.scratch() as path:
-            saved = await self.files.save(path, move.order, move.source, move.complete)
+            saved = await completed(partial(self.files.save, path, move.order, move.source), move)
             await self.files.load(path, move.order, move.target)
         return saved
 
@@ -210,60 +201,3 @@ def exchange_folder(folder: str) -> Path:
             parameter="additional_config.choreo.move_folder",
             value=str(parent),
         ) from None
-
-
-def _check_trusted(path: Path, messages: Sequence[Message]) -> None:
-    """Check that what is loaded was signed with the key of its order.
-
-    An engine would share nothing of it, and the move would have been for nothing.
-
-    Raises:
-        KeptError: somebody else has written it.
-    """
-    if any(message.usage.untrusted for message in messages):
-        raise KeptError(
-            "these files were not written by this move, for they are signed with another key: let "
-            "nobody else write to the folder for moves",
-            parameter="additional_config.choreo.move_folder",
-            value=str(path),
-        )
-
-
-def _message(order: MoveOrder) -> Message:
-    """A message as a save names it; of a move, the text and the times are nobody's."""
-    return Message(
-        id=order.message_id,
-        text="",
-        token_ids=order.token_ids,
-        num_tokens=len(order.token_ids),
-        position=0,
-        parents=(),
-        generated_text="",
-        generated_token_ids=(),
-        logprobs=None,
-        finish_reason=None,
-        usage=Usage(exact=False, reused_tokens=0, repositioned_tokens=0, encoded_tokens=0),
-        metrics=Metrics(submitted=0.0, waiting=None, ttft=0.0, latency=0.0),
-    )
-
-
-def _answerer(engine: OneEngine, complete: Callable[[], Awaitable[None]] | None = None) -> _Answer:
-    """Make a function that answers a save or a load, from one engine."""
-
-    async def answer(ask: Ask) -> object:
-        if ask.what == "session":
-            function, *args = ask.args
-            return cast(object, function(*args))
-        if ask.what == "workers":
-            return await ask_workers(engine, *ask.args)
-        if ask.what == "encode":
-            assert complete is not None, "loads encode nothing"
-            await complete()
-            return None
-        found = await ask_engine(engine, *ask.args)
-        if ask.args[0] == "snapshot_describe":
-            assert isinstance(found, dict)
-            found["resident"] = []  # no copies of it: whoever reads such makes them
-        return found
-
-    return answer

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.executor import Executor
 
-    from vllm_choreo.api.fleet_transfer import MoveOrder
     from vllm_choreo.cluster.engine import OutputBatch
     from vllm_choreo.cluster.members import Members
+    from vllm_choreo.snapshot.moving import MoveOrder
 
 logger = init_logger("vllm.choreo.cluster")
 

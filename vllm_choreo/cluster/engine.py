@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from vllm_choreo.api.fleet_transfer import MoveFiles, MoveOrder
+    from vllm_choreo.api.fleet_transfer import MoveFiles
     from vllm_choreo.cluster.core_thread import CoreThread
+    from vllm_choreo.snapshot.moving import MoveOrder
 
 logger = init_logger("vllm.choreo.cluster")
 

@@ -1,34 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers of keys and values between replicas, through Ray's object store.
 
-The replica that has a message saves it into files in memory, and puts them into the object store
-of its node; the other one gets them from there, from node to node, and loads them. The ingress has
-the reference alone. On one node both see the same memory.
+The engine that has a message saves it into files in memory, and its replica puts them into the
+object store of its node; the other replica gets them from there, from node to node, and has its
+engine load them. The ingress has the reference alone. On one node both see the same memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 import ray
 
-from vllm_choreo.api.fleet_transfer import Move, MoveFiles, MoveOrder, exchange_folder
+from vllm_choreo.api.fleet_transfer import Move, MoveFiles, completed, exchange_folder
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.semantics.message import Saved
+from vllm_choreo.snapshot.moving import MoveOrder
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from vllm.config import VllmConfig
 
     from vllm_choreo.api.one_engine import EngineClient
-
-
-class IncompleteMessageError(Exception):
-    """Not all of a message is encoded where it is; its last token, as a rule."""
 
 
 class Parcel(NamedTuple):
@@ -58,11 +56,7 @@ class ObjectStoreTransfer:
     async def move(self, move: Move) -> Saved:
         # As all engines of a cluster are.
         source, target = cast(Replica, move.source), cast(Replica, move.target)
-        try:
-            parcel = await source.export_message(move.order)
-        except IncompleteMessageError:
-            await move.complete()
-            parcel = await source.export_message(move.order)
+        parcel = await completed(partial(source.export_message, move.order), move)
         await target.import_message(move.order, parcel)
         return parcel.saved
 
@@ -76,7 +70,7 @@ def move_files(config: VllmConfig, owner: object) -> MoveFiles:
 async def export_message(files: MoveFiles, order: MoveOrder, client: EngineClient) -> Parcel:
     """Save a message of an engine, and put its files into the object store."""
     async with files.scratch() as path:
-        saved = await files.save(path, order, client, _refuse_to_complete)
+        saved = await files.save(path, order, client)
         reference = await asyncio.to_thread(lambda: ray.put(_read(path)))
         return Parcel(saved, (reference,))
 
@@ -90,10 +84,6 @@ async def import_message(
         content = await reference
         await asyncio.to_thread(_write, path, content)
         await files.load(path, order, client)
-
-
-async def _refuse_to_complete() -> None:
-    raise IncompleteMessageError
 
 
 def _read(folder: Path) -> dict[str, np.ndarray]:

@@ -11,7 +11,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_choreo.engine.fleet_client import FleetClient
-from vllm_choreo.errors import EngineRestartedError
+from vllm_choreo.engine.moves import MOVE_OPERATIONS, MessageMoves
+from vllm_choreo.errors import ChoreoError, EngineRestartedError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -30,10 +31,28 @@ def install() -> None:
 
 
 def _run(core: EngineCore, operation: str, args: list[object]) -> Any:
-    operations = core.scheduler.operations
-    if operations.lacks_state_bytes:
-        operations.set_state_bytes(core.collective_rpc("choreo_state_bytes")[0])
-    return operations.run(operation, args)
+    """Run an operation; a refusal comes back as a report, for nothing may be raised in a core."""
+    try:
+        if operation in MOVE_OPERATIONS:
+            return getattr(_moves_of(core), operation)(*args)
+        operations = core.scheduler.operations
+        if operations.lacks_state_bytes:
+            operations.set_state_bytes(core.collective_rpc("choreo_state_bytes")[0])
+        return operations.run(operation, args)
+    except ChoreoError as error:
+        return {"choreo_error": error.to_report()}
+
+
+def _moves_of(core: EngineCore) -> MessageMoves:
+    """Moves from and to a core, the same ones every time."""
+    found: MessageMoves | None = getattr(core, "choreo_moves", None)
+    if found is None:
+
+        def ask_workers(method: str, args: tuple[object, ...]) -> list[Any]:
+            return core.collective_rpc(method, args=args)
+
+        found = core.choreo_moves = MessageMoves(core.scheduler.operations.run, ask_workers)
+    return found
 
 
 def call(llm: LLM, operation: str, *args: object) -> Any:
@@ -41,8 +60,8 @@ def call(llm: LLM, operation: str, *args: object) -> Any:
 
     Args:
         llm: the engine, in process or with an engine-core process.
-        operation: one of `operations.OPERATIONS`.
-        args: arguments of the method of `Operations`; plain data.
+        operation: one of `operations.OPERATIONS`, or of `MOVE_OPERATIONS`.
+        args: arguments of the method that is named so; plain data.
     """
     client = llm.llm_engine.engine_core
     core = getattr(client, "engine_core", None)

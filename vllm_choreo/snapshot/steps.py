@@ -2,8 +2,8 @@
 """Saving and loading as generators that ask the engine and are told; who drives them does the rest.
 
 A program on an `LLM` answers at once, one on an AsyncLLM awaits the answer and lets the generator
-read and write its files in a thread. Whatever goes wrong is raised where the generator asked, which
-may ask for more to tidy up.
+read and write its files in a thread, an engine's core answers itself, in pieces between its steps.
+Whatever goes wrong is raised where the generator asked, which may ask for more to tidy up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 _T = TypeVar("_T")
 
@@ -68,12 +68,34 @@ def drive(steps: Steps[_T], answer: Callable[[Ask], object]) -> _T:
     Args:
         answer: gives the answer to an `Ask`.
     """
+    pieces = in_pieces(steps, answer, lambda: False)
+    try:
+        next(pieces)
+    except StopIteration as stop:
+        return cast(_T, stop.value)
+    raise AssertionError("it is one piece")
+
+
+def in_pieces(
+    steps: Steps[_T], answer: Callable[[Ask], object], is_enough: Callable[[], bool]
+) -> Generator[None, None, _T]:
+    """Run a generator with pauses: this one yields whenever it has done enough for now.
+
+    An exception that is thrown in a pause is raised where the generator asked. It is not to be
+    closed there: generators that it has called would be, too, and could not tidy up.
+
+    Args:
+        answer: gives the answer to an `Ask`.
+        is_enough: returns whether it is time for a pause, after each answer.
+    """
     found = _advance(steps, None, None)
     while isinstance(found, Ask):
         told: object = None
         error: BaseException | None = None
         try:
             told = answer(found)
+            if is_enough():
+                yield
         except BaseException as raised:  # also Ctrl-C: blocks are to be let go
             error = raised
         found = _advance(steps, told, error)

@@ -11,7 +11,6 @@ from vllm.v1.request import RequestStatus
 
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
-from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store import stats as store_stats
 from vllm_choreo.store.encoding import Encoding, copies_of
 
@@ -50,16 +49,14 @@ class Operations:
         self._finish = finish
 
     def run(self, operation: str, args: Iterable[Any]) -> Any:
-        """Run an operation by its name; a refusal comes back as a report of the error.
+        """Run an operation by its name.
 
-        Nothing may be raised here: it would be raised in the engine core.
+        Raises:
+            ChoreoError: it is refused.
         """
         assert operation in OPERATIONS or operation in self._snapshots
-        try:
-            run = self._snapshots.get(operation) or getattr(self, operation)
-            return run(*args)
-        except ChoreoError as error:
-            return {"choreo_error": error.to_report()}
+        run = self._snapshots.get(operation) or getattr(self, operation)
+        return run(*args)
 
     @property
     def lacks_state_bytes(self) -> bool:
