@@ -73,12 +73,12 @@ def test_a_session_does_not_grow(c: Choreography, llm: Any, remembers_ten: None)
 
     tracemalloc.start()
     try:
-        held = [rounds(first, last) for first, last in ((0, 150), (150, 550), (550, 950))]
+        held = [rounds(first, last) for first, last in ((0, 50), (50, 200), (200, 350))]
     finally:
         tracemalloc.stop()
     # The lesser of two: other threads of the process may allocate something, too.
     growth = min(after - before for before, after in itertools.pairwise(held))
-    assert growth < 40_000, f"{growth / 400:.0f} bytes stay of every round"
+    assert growth < 15_000, f"{growth / 150:.0f} bytes stay of every round"
 
 
 def test_a_raised_error_keeps_no_message_alive(c: Choreography) -> None:
