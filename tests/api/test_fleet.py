@@ -43,12 +43,14 @@ class PlayedEngine:
     Attributes:
         messages: digest of each message's recipe, by session and id.
         log: what was asked of it.
+        refuses: names of messages that it does not make.
     """
 
     def __init__(self) -> None:
         self.messages: dict[tuple[str, str], bytes] = {}
         self.pinned: set[str] = set()
         self.log: list[tuple[str, Any]] = []
+        self.refuses: set[str] = set()
         self.resources = _Resources()
 
     def make(self, prompt: list[int], params: Any) -> tuple[list[int], dict[str, Any]]:
@@ -56,7 +58,11 @@ class PlayedEngine:
         call = params.extra_args["choreo"]
         session, name = call["session"], call["save_as"]
         self.log.append((call["kind"], name.partition("/")[2]))
+        if name.partition("/")[2] in self.refuses:
+            return [], {"choreo_error": LimitError("no room").to_report()}
         for parent, _, _ in call["parents"]:
+            if parent.partition("/")[2] in self.refuses:
+                return [], {"choreo_error": ParentFailedError("refused").to_report()}
             if (session, parent) not in self.messages:
                 return [], {"choreo_error": UnknownMessageError("not here").to_report()}
         if (session, name) in self.messages:

@@ -9,6 +9,7 @@ their calls, and forgets what an engine had when that ends.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -30,7 +31,15 @@ from vllm_choreo.errors import EngineRestartedError
 from vllm_choreo.fleet.homes import Homes
 from vllm_choreo.fleet.loads import Loads
 from vllm_choreo.fleet.measured import MeasuredRates
-from vllm_choreo.fleet.placement import Near, Placement, Rates, candidates_of, place, source_of
+from vllm_choreo.fleet.placement import (
+    Near,
+    Placement,
+    Rates,
+    Read,
+    candidates_of,
+    place,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,6 +50,7 @@ if TYPE_CHECKING:
 _ENDED = float("inf")
 # Tokens that other engines may be ahead by before what a session is given goes there.
 _MAX_APART = 2048
+_NOTHING: Mapping[Hashable, int] = {}
 
 _FLEETS: WeakKeyDictionary[FleetClient, Fleet] = WeakKeyDictionary()
 
@@ -189,6 +199,7 @@ class Fleet:
         num_new: int,
         only: int | None = None,
         given: GivenMessage | None = None,
+        coming: Mapping[Hashable, int] = _NOTHING,
     ) -> Placement:
         """Choose the engine of a call, one that runs, and count its work there.
 
@@ -197,19 +208,20 @@ class Fleet:
             num_new: tokens of the call itself.
             only: the engine, if there is no choice.
             given: message that it makes, if its tokens are known before it runs.
+            coming: engines on which messages that it reads are being made, by their keys.
 
         Raises:
             EngineRestartedError: that engine does not run.
         """
         self._turn += 1
-        reads = [self.homes.read(recipe.key, recipe.num_tokens) for recipe in recipes]
-        rates, near = self.measured.rates(), None
+        reads = [self._read(recipe, coming.get(recipe.key)) for recipe in recipes]
+        rates, near = self.measured.rates(), self._near_coming(recipes, coming)
         if given is not None:
             own = self.homes.read(given.key, num_new)
             if own.homes:
                 reads, num_new = [*reads, own], 0
             else:
-                near = self._near(given, num_new, rates)
+                near = near or self._near(given, num_new, rates)
         named = candidates_of(reads, self.loads, self._turn) if only is None else [only]
         if near is not None and only is None:
             named.append(near.engine)
@@ -220,6 +232,25 @@ class Fleet:
         self.loads.add(found.engine, found.cost)
         self.queued[found.engine] += 1
         return found
+
+    def _read(self, recipe: CallRecipe, coming: int | None) -> Read:
+        """Where a message lies, and the engine on which it is being made, if there is one."""
+        read = self.homes.read(recipe.key, recipe.num_tokens)
+        if coming is None or coming in read.homes:
+            return read
+        return Read(read.key, read.num_tokens, {coming, *read.homes})
+
+    def _near_coming(
+        self, recipes: Sequence[CallRecipe], coming: Mapping[Hashable, int]
+    ) -> Near | None:
+        """Engine that makes most of what a call reads, which would be waited for elsewhere."""
+        num_coming = Counter[int]()
+        for recipe in recipes:
+            if recipe.key in coming and self.is_alive(coming[recipe.key]):
+                num_coming[coming[recipe.key]] += recipe.num_tokens
+        for engine, _ in num_coming.most_common(1):
+            return Near(engine, self.loads.queue[engine])
+        return None
 
     def _near(self, given: GivenMessage, num_new: int, rates: Rates) -> Near | None:
         """Engine where a session's messages are together, unless they fill half of it."""

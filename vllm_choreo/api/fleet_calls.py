@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_choreo.api.outcomes import Outcome, metrics_of
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.recipes import CallRecipe
+from vllm_choreo.errors import ChoreoError, ParentFailedError
 from vllm_choreo.fleet.placement import Placement
+from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.provenance import Trace
@@ -41,17 +45,42 @@ class Running:
         placed: the engine, and the work that the call adds there.
         known: messages of the session that this life of the engine has.
         recipes: messages that the call names.
+        makes: recipe of the message that it makes; None: its tokens are generated.
         has_begun: True if the engine was handed the call.
     """
 
     placed: Placement
     known: Known
     recipes: Sequence[CallRecipe]
+    makes: CallRecipe | None = None
     has_begun: bool = False
 
     @property
     def engine(self) -> int:
         return self.placed.engine
+
+
+async def completed(parent: Pending) -> None:
+    """Wait for the message of a parent.
+
+    Raises:
+        ParentFailedError: there will be none.
+    """
+    if isinstance(await parent.result(), ChoreoError):
+        raise ParentFailedError(
+            "the parent was never completed: the call that makes it failed; call it again",
+            parameter="parents",
+            value=parent.id,
+        )
+
+
+async def begun_or_over(begun: asyncio.Event, future: asyncio.Future[Result]) -> None:
+    """Wait until an engine has a call, or its result is there."""
+    waiting: asyncio.Future[Any] = asyncio.ensure_future(begun.wait())
+    try:
+        await asyncio.wait([waiting, future], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
 
 
 async def last_output(queue: OutputQueue) -> Outcome:

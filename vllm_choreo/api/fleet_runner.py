@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FleetRunner`: the calls of one session on several engines.
 
-The session's recipes are here, in front of the engines. A call is placed when its parents are
-complete; those that its engine does not know are made there again, by the calls that made them,
-from their tokens. When an engine ends, its calls are placed and run again: the answers of greedy
-ones, and of all of which nothing was seen yet, are what they would have been.
+The session's recipes are here, in front of the engines. A call is placed when the tokens of its
+parents are known: at once, where they are given, else when they are generated. Those that its
+engine does not know are made there again, by the calls that made them, from their tokens; for those
+that it is making the engine waits. When an engine ends, its calls are placed and run again: the
+answers of greedy ones, and of all of which nothing was seen yet, are what they would have been.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from vllm_choreo.api.fleet import Fleet, GivenMessage
 from vllm_choreo.api.fleet_calls import (
     Known,
     Running,
+    begun_or_over,
+    completed,
     last_output,
     may_run_again,
     reading_call,
@@ -32,13 +35,12 @@ from vllm_choreo.api.one_engine import ask_workers
 from vllm_choreo.api.outcomes import Outcome, choreo_result, report_of
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.planned import PlannedCall
-from vllm_choreo.api.recipes import CallRecipe, bound_recipe, named_by, recipe_of
+from vllm_choreo.api.recipes import CallRecipe, named_by, recipe_of
 from vllm_choreo.api.session import Session
 from vllm_choreo.errors import (
     ChoreoError,
     EngineRestartedError,
     FreedMessageError,
-    ParentFailedError,
     UnknownMessageError,
     UnsupportedOptionError,
 )
@@ -70,6 +72,7 @@ class FleetRunner(AsyncRunner):
         self._recipes: dict[str, CallRecipe] = {}
         self._named: dict[str, dict[str, CallRecipe]] = {}  # by running call: what it names
         self._running: dict[str, Running] = {}
+        self._begun: dict[str, asyncio.Event] = {}  # by running call: set while an engine has it
         self._ran_on: dict[str, int] = {}  # by message: the engine of its call
         self._restoring: dict[tuple[int, int, str], asyncio.Task[None]] = {}
         # The engine of the call that was placed last; by engine: new tokens of calls placed there.
@@ -80,7 +83,7 @@ class FleetRunner(AsyncRunner):
     # -- one call --------------------------------------------------------------------------------
 
     async def _hand_over(self, handle: Pending) -> None:
-        """Check a call. It is handed to an engine when its parents are complete."""
+        """Check a call. It is handed to an engine when the tokens of its parents are known."""
         self._check(handle)
 
     def reserve(self, call: PlannedCall) -> Pending:
@@ -103,6 +106,7 @@ class FleetRunner(AsyncRunner):
                 parameter="multi_modal_data",
                 value="given",
             )
+        self._begun[handle.id] = asyncio.Event()
         names = named_by(handle.call)
         self._named[handle.id] = {n: self._recipes[n] for n in names if n in self._recipes}
 
@@ -135,19 +139,19 @@ class FleetRunner(AsyncRunner):
         )
 
     async def _placed(self, handle: Pending, parents: Sequence[Pending]) -> Running:
-        """Place a call whose parents are complete.
+        """Place a call when the tokens of its parents are known.
 
         Raises:
-            ParentFailedError, FreedMessageError: one is not.
+            ParentFailedError, FreedMessageError: they never will be.
         """
-        named = self._named[handle.id]
+        named, coming = self._named[handle.id], dict[Hashable, int]()
         for parent in parents:
-            if isinstance(await parent.result(), ChoreoError):
-                raise ParentFailedError(
-                    "the parent was never completed: the call that makes it failed; call it again",
-                    parameter="parents",
-                    value=parent.id,
-                )
+            making = await self._making(parent)
+            if making is None or making.makes is None:
+                await completed(parent)
+                continue
+            named[parent.id] = making.makes
+            coming[making.makes.key] = making.engine
         for name in named_by(handle.call):
             recipe = named.get(name) or self._recipes.get(name)
             if recipe is None:
@@ -163,19 +167,37 @@ class FleetRunner(AsyncRunner):
         one = SNAPSHOT_ENGINE.get()  # a call that a save makes is of the save's engine
         only = None if one is None else one.number
         num_new = len(handle.call.token_ids)
-        placed = self._fleet.place(recipes, num_new, only, self._given(handle.call, named))
+        makes = self._made_by(handle.call, named)
+        placed = self._fleet.place(recipes, num_new, only, self._given(makes), coming)
         self._near = placed.engine
         self._num_placed[placed.engine] += num_new
-        running = Running(placed, self._engines.known(placed.engine), recipes)
+        running = Running(placed, self._engines.known(placed.engine), recipes, makes)
         self._running[handle.id] = running
         return running
 
-    def _given(self, call: PlannedCall, named: Mapping[str, CallRecipe]) -> GivenMessage | None:
-        """The message that a call makes, if all of its tokens are given."""
+    async def _making(self, parent: Pending) -> Running | None:
+        """Wait until an engine has a call whose message is given.
+
+        Returns:
+            The call on its engine; None: the message is complete, failed, or is generated.
+        """
+        begun = self._begun.get(parent.id)
+        if begun is None or parent._future is None or parent.call.params.kind != "prefill":
+            return None
+        await begun_or_over(begun, parent._future)
+        return self._running.get(parent.id) if begun.is_set() else None
+
+    def _made_by(self, call: PlannedCall, named: Mapping[str, CallRecipe]) -> CallRecipe | None:
+        """Recipe of the message that a call makes, if all of its tokens are given."""
         if call.params.kind != "prefill":
             return None
-        key, near = bound_recipe(call, named).key, self._near
-        return GivenMessage(key, near, 0 if near is None else self._num_placed[near])
+        return recipe_of(call, call.token_ids, named)
+
+    def _given(self, makes: CallRecipe | None) -> GivenMessage | None:
+        if makes is None:
+            return None
+        near = self._near
+        return GivenMessage(makes.key, near, 0 if near is None else self._num_placed[near])
 
     async def _run_on(self, running: Running, handle: Pending, start: float) -> Result:
         """Run a call on the engine where it was placed."""
@@ -185,6 +207,7 @@ class FleetRunner(AsyncRunner):
             try:
                 handle._queue = await self._add_to(running.engine, running.known, call)
                 running.has_begun = True
+                self._begun[handle.id].set()
                 outcome = await self._read(handle, handle._queue, start)
                 return choreo_result(call, outcome, await self._report(call, outcome))
             finally:
@@ -192,6 +215,8 @@ class FleetRunner(AsyncRunner):
         except ChoreoError as error:
             return error
         finally:
+            if handle.id in self._begun:
+                self._begun[handle.id].clear()
             self._fleet.on_done(running.placed, running.known.life)
 
     async def _add_to(self, engine: int, known: Known, call: PlannedCall) -> OutputQueue:
@@ -206,11 +231,12 @@ class FleetRunner(AsyncRunner):
         for handle in pending:
             running = self._running.pop(handle.id, None)
             named = self._named.pop(handle.id, {})
+            self._begun.pop(handle.id, None)
             if running is not None:
                 self._fleet.expect_no_more(handle.id, running.engine)
             if running is not None and isinstance(result, Message):
                 self._measure(result)
-                recipe = recipe_of(handle.call, result, named)
+                recipe = running.makes or recipe_of(handle.call, result.token_ids, named)
                 self._recipes[recipe.id] = recipe
                 self._ran_on[recipe.id] = running.engine
                 if self._fleet.journal is not None:
@@ -242,6 +268,11 @@ class FleetRunner(AsyncRunner):
                 continue
             self._fleet.expect(pending.id, running.engine, running.known.life)
             return running.engine
+
+    async def submitted(self, pending: Pending, queue: OutputQueue) -> None:
+        if pending.id in self._begun:
+            self._begun[pending.id].set()
+        await super().submitted(pending, queue)
 
     async def conclude(self, pending: Pending, outcome: Outcome) -> None:
         running = self._running.get(pending.id)
@@ -293,6 +324,12 @@ class FleetRunner(AsyncRunner):
 
     async def _have(self, engine: int, known: Known, recipe: CallRecipe) -> None:
         """Have an engine know a message; those who ask at a time wait for one encoding."""
+        parent = self._pending.get(recipe.id)
+        if parent is not None:
+            making = await self._making(parent)
+            if making is not None and making.engine == engine and making.known is known:
+                return  # whoever reads it waits there
+            await completed(parent)
         key = (engine, known.life, recipe.id)
         task = self._restoring.get(key)
         if task is None:

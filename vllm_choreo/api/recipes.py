@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from vllm_choreo.api.planned import PlannedCall
-from vllm_choreo.semantics.message import Message
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +37,17 @@ class CallRecipe:
         return len(self.call.token_ids)
 
 
-def recipe_of(call: PlannedCall, message: Message, recipes: Mapping[str, CallRecipe]) -> CallRecipe:
-    """Recipe of the message that a call has made.
+def recipe_of(
+    call: PlannedCall, token_ids: Sequence[int], recipes: Mapping[str, CallRecipe]
+) -> CallRecipe:
+    """Recipe of the message that a call makes.
 
     Args:
+        token_ids: tokens of the message.
         recipes: those of the messages that the call names, by id.
     """
     params = replace(call.params, kind="prefill", open_end=False, deny=())
-    again = replace(call, token_ids=message.token_ids, params=params, sampling_params=None)
+    again = replace(call, token_ids=tuple(token_ids), params=params, sampling_params=None)
     return bound_recipe(again, recipes)
 
 
