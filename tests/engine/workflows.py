@@ -67,21 +67,25 @@ def _options(rng: random.Random, lengths: dict[str, int]) -> dict[str, Any]:
 
 
 async def run(c: Any, steps: list[Step], between: Any = None) -> list[Message]:
-    """Run a workflow; `between` is called before each step. Returns all messages that it made."""
-    made: list[Message] = []
+    """Run a workflow; `between` is called before each step. Returns all messages that it made.
+
+    An asynchronous facade is given what comes next before prefills are done.
+    """
+    made: list[Any] = []
     for kind, what in steps:
         if between is not None:
             between()
         if kind in ("free", "evict"):
+            made = [await one if inspect.isawaitable(one) else one for one in made]
             found = getattr(c, kind)(*what)
-        elif kind == "prefill":
-            found = c.prefill(what)
-        else:
+        elif kind == "decode":
             found = c.decode(what, sampling_params=greedy())
+        else:
+            found = c.submit_all(what) if hasattr(c, "submit_all") else c.prefill(what)
         if inspect.isawaitable(found):
             found = await found
         made += found or []
-    return made
+    return [await one if inspect.isawaitable(one) else one for one in made]
 
 
 def facts(messages: list[Message]) -> Iterator[tuple[Any, ...]]:
