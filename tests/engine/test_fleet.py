@@ -149,14 +149,23 @@ async def nothing_is_left(llm: Any) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "granite_hybrid"])
+@pytest.mark.parametrize(
+    ("name", "has_workers"),
+    [("llama", False), ("llama", True), ("gemma3", False), ("granite_hybrid", False)],
+)
 def test_what_is_moved_is_not_encoded(
-    name: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    has_workers: bool,
+    tiny_model_path: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where layers with windows have blocks of their own, and where layers have states."""
+    """Also where layers with windows have blocks of their own, and where layers have states.
+
+    Workers are processes, as `vllm serve` has them on CPUs, or in the core's.
+    """
     model_path = tiny_model_path(name)
     choreo = {"choreo": {"window_groups": name == "gemma3"}}
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(has_workers)))
     tokens = [[7 + 11 * n + i % 300 for i in range(200)] for n in range(3)]
     header = [5, 6, 7]
 

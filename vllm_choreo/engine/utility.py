@@ -49,7 +49,9 @@ def _moves_of(core: EngineCore) -> MessageMoves:
     if found is None:
 
         def ask_workers(method: str, args: tuple[object, ...]) -> list[Any]:
-            return core.collective_rpc(method, args=args)
+            # Workers may be processes, to which no view of memory can be sent.
+            sent = tuple(bytes(arg) if isinstance(arg, memoryview) else arg for arg in args)
+            return core.collective_rpc(method, args=sent)
 
         found = core.choreo_moves = MessageMoves(core.scheduler.operations.run, ask_workers)
     return found
