@@ -60,6 +60,10 @@ class _Slot:
         self._llm: LLM | None = None
 
     def take(self, model_path: Path, **options: Any) -> LLM:
+        from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+        if not model_parallel_is_initialized():
+            self.stop()  # another engine ended, and took the process's groups with it
         key = (model_path, repr(sorted({**_OPTIONS, **options}.items())))
         if self._llm is None or self._key != key:
             self.stop()

@@ -45,16 +45,16 @@ def _run(core: EngineCore, operation: str, args: list[object]) -> Any:
 
 def _moves_of(core: EngineCore) -> MessageMoves:
     """Moves from and to a core, the same ones every time."""
-    found: MessageMoves | None = getattr(core, "choreo_moves", None)
-    if found is None:
+    operations = core.scheduler.operations
+    if operations.moves is None:
 
         def ask_workers(method: str, args: tuple[object, ...]) -> list[Any]:
             # Workers may be processes, to which no view of memory can be sent.
             sent = tuple(bytes(arg) if isinstance(arg, memoryview) else arg for arg in args)
             return core.collective_rpc(method, args=sent)
 
-        found = core.choreo_moves = MessageMoves(core.scheduler.operations.run, ask_workers)
-    return found
+        operations.moves = MessageMoves(operations.run, ask_workers)
+    return operations.moves
 
 
 def call(llm: LLM, operation: str, *args: object) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
+from vllm_choreo.engine.moves import MessageMoves
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.store import stats as store_stats
@@ -26,6 +27,9 @@ class Operations:
         sizes: bytes of a block; those of a state are told by workers, see `lacks_state_bytes`.
         pending_last_tokens: returns the calls that encode a last token and wait for their step.
         finish: the scheduler's `finish_requests`.
+
+    Attributes:
+        moves: moves of messages from and to this engine; None: none was asked for so far.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Operations:
         self._sizes = sizes
         self._pending_last_tokens = pending_last_tokens
         self._finish = finish
+        self.moves: MessageMoves | None = None
 
     def run(self, operation: str, args: Iterable[Any]) -> Any:
         """Run an operation by its name.
