@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tests.engine.feature_machine.invariants import Broken
-from tests.engine.feature_machine.ledger import Ledger, Made
+from tests.engine.feature_machine.ledger import Ledger, Made, ancestors
 from tests.engine.feature_machine.program import TENANTS, Call, Load, Read, Save
+from tests.engine.feature_machine.shown import Shown, has_pictures
 from vllm_choreo.errors import ChoreoError, error_from_report
 
 
@@ -56,12 +57,16 @@ class Keepings:
     Args:
         vllm_config: the engine's.
         root: of folders, in memory.
+        shown: tokens of pictures.
 
     Attributes:
         num_asked: how often the engine was asked.
     """
 
-    def __init__(self, host: Host, ledger: Ledger, vllm_config: Any, root: str) -> None:
+    def __init__(
+        self, host: Host, ledger: Ledger, vllm_config: Any, root: str, shown: Shown
+    ) -> None:
+        self._shown = shown
         self.num_asked = 0
         self._host = host
         self._ledger = ledger
@@ -89,12 +94,15 @@ class Keepings:
                 return
             gone = any(made.freed for made in chosen.values())
             may = {"PoolFullError"} | ({"UnknownMessageError"} if gone else set())
+            needed = {one for made in chosen.values() for one in (made, *ancestors(made))}
+            if any(has_pictures(one.header) for one in needed):
+                may.add("UnsupportedOptionError")
             if any(self._ledger.may_lack_hidden_states(made) for made in chosen.values()):
                 may.add("LimitError")
             if type(result).__name__ not in may:
                 raise result
 
-        messages = [_message(made) for made in chosen.values()]
+        messages = [_message(made, self._shown) for made in chosen.values()]
         origin = self._origin(save.session)
         steps = saving(messages, self._folder(save.key), origin, save.encodings, False)
         self._begin(_Keeping(steps, save.session, save.key, done), save.asks)
@@ -288,16 +296,17 @@ def _signature(vllm_config: Any) -> Any:
     return _signatures[id(vllm_config)]
 
 
-def _message(made: Made) -> Any:
+def _message(made: Made, shown: Shown) -> Any:
     """What a client has of a message."""
     from vllm_choreo.semantics.message import Message, Metrics, Usage
 
     assert made.tokens is not None
+    tokens = shown.as_engine(made.tokens)
     return Message(
         id=made.id,
         text="",
-        token_ids=made.tokens,
-        num_tokens=len(made.tokens),
+        token_ids=tokens,
+        num_tokens=len(tokens),
         position=made.position,
         parents=(),
         generated_text="",

@@ -97,12 +97,23 @@ def features_at(
     return features
 
 
-def copied_pictures(origin: Encoding, token_ids: Sequence[int]) -> tuple[Picture, ...]:
+def copied_pictures(
+    origin: Encoding, token_ids: Sequence[int], given: Sequence[Picture]
+) -> tuple[Picture, ...]:
     """Pictures of a message that has the tokens of `origin`, encoded anew.
 
+    Args:
+        given: pictures that came with the call.
+
     Raises:
-        UnsupportedOptionError: it has a part of them alone.
+        UnsupportedOptionError: it has a part of them alone, or some came with the call.
     """
+    if given:
+        raise UnsupportedOptionError(
+            "what is encoded anew has the pictures of copy_of: leave others out",
+            parameter=PARAMETER,
+            value=f"{len(given)} pictures",
+        )
     if origin.pictures and list(token_ids) != origin.token_ids:
         raise UnsupportedOptionError(
             "a message with pictures is encoded anew as a whole: name all of it",
