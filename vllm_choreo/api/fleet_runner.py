@@ -29,7 +29,7 @@ from vllm_choreo.api.fleet_engines import SessionEngines
 from vllm_choreo.api.fleet_moves import Holder
 from vllm_choreo.api.fleet_snapshots import SNAPSHOT_ENGINE, SnapshotEngine
 from vllm_choreo.api.one_engine import ask_workers
-from vllm_choreo.api.outcomes import Outcome, choreo_result, report_of
+from vllm_choreo.api.outcomes import Outcome, call_prompt, choreo_result, report_of
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.recipes import CallRecipe, bound_recipe, named_by, recipe_of
@@ -97,9 +97,10 @@ class FleetRunner(AsyncRunner):
                 parameter="repair",
                 value="attention",
             )
-        if handle.call.prompt is not None:
+        if handle.call.prompt is not None and self._fleet.journal is not None:
             raise UnsupportedOptionError(
-                "recipes in front of several engines keep no pictures so far: use one engine",
+                "a cluster's journal keeps no pictures so far: leave them out, or use engines of "
+                "one server (--data-parallel-size)",
                 parameter="multi_modal_data",
                 value="given",
             )
@@ -198,7 +199,7 @@ class FleetRunner(AsyncRunner):
         """Hand a call to an engine, in this life of it and no other."""
         self._fleet.expect(call.id, engine, known.life)
         try:
-            return await self._add(call, call.token_ids, engine)
+            return await self._add(call, call_prompt(call), engine)
         finally:
             self._fleet.expect_no_more(call.id, engine)
 
@@ -210,7 +211,7 @@ class FleetRunner(AsyncRunner):
                 self._fleet.expect_no_more(handle.id, running.engine)
             if running is not None and isinstance(result, Message):
                 self._measure(result)
-                recipe = recipe_of(handle.call, result, named)
+                recipe = recipe_of(self._fleet.pictures.share(handle.call), result, named)
                 self._recipes[recipe.id] = recipe
                 self._ran_on[recipe.id] = running.engine
                 if self._fleet.journal is not None:

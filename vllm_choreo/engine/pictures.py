@@ -31,9 +31,6 @@ def reason_for_no_pictures(vllm_config: VllmConfig, has_memory: bool) -> str | N
         "of models whose positions have several rows (M-RoPE), pictures were run in messages of "
         f"{', '.join(_GRID_MODELS)} alone": model.uses_mrope
         and model.hf_config.model_type not in _GRID_MODELS,
-        "recipes in front of several engines keep no pictures so far": (
-            vllm_config.parallel_config.data_parallel_size > 1
-        ),
         "models with states take no pictures in messages": model.is_hybrid,
         "drafters with layers were not run with pictures in messages": has_layers(
             vllm_config.speculative_config

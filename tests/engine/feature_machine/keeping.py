@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tests.engine.feature_machine.invariants import Broken
-from tests.engine.feature_machine.ledger import Ledger, Made, ancestors
+from tests.engine.feature_machine.ledger import Ledger, Made
 from tests.engine.feature_machine.program import TENANTS, Call, Load, Read, Save
-from tests.engine.feature_machine.shown import Shown, has_pictures
+from tests.engine.feature_machine.shown import Shown
 from vllm_choreo.errors import ChoreoError, error_from_report
 
 
@@ -94,9 +94,6 @@ class Keepings:
                 return
             gone = any(made.freed for made in chosen.values())
             may = {"PoolFullError"} | ({"UnknownMessageError"} if gone else set())
-            needed = {one for made in chosen.values() for one in (made, *ancestors(made))}
-            if any(has_pictures(one.header) for one in needed):
-                may.add("UnsupportedOptionError")
             if any(self._ledger.may_lack_hidden_states(made) for made in chosen.values()):
                 may.add("LimitError")
             if type(result).__name__ not in may:
@@ -147,8 +144,12 @@ class Keepings:
             error = type(result).__name__ if isinstance(result, BaseException) else None
             if self._host.num_closed(session) != num_closed:
                 may.add("ChoreoError")
-            if self._ledger.may_fill_hidden_memory():
+            if self._ledger.may_fill_hidden_memory() or self._ledger.may_fill_picture_memory():
                 may.add("LimitError")
+            if load.is_foreign and self._ledger.shows_pictures(self._ledger.made):
+                may.add("KeptError")  # a copy that was saved with them may need some
+            if load.is_foreign and self._ledger.shows_pictures(loaded):
+                must.add("KeptError")
             if is_taken():  # by a call that came while this was under way
                 may.add("NameTakenError")
             if error is None and (must or not loaded):

@@ -175,7 +175,7 @@ class Ledger:
             (made.must if is_certain else made.may).add("DeniedMessageError")
         if call.keep:
             self._check_hidden(made)
-        if call.pictures and self._may_fill_picture_memory():
+        if call.pictures and self.may_fill_picture_memory():
             made.may.add("LimitError")
         if not call.generate:
             made.tokens = made.header
@@ -255,7 +255,12 @@ class Ledger:
         kept = [other for other in self.made if other.call.keep]
         return sum(map(self.hidden_bytes_of, kept)) > self.limits.hidden_bytes
 
-    def _may_fill_picture_memory(self) -> bool:
+    def shows_pictures(self, chosen: Iterable[Made]) -> bool:
+        """Whether messages have pictures, or were made behind any that have."""
+        needed = (one for made in chosen for one in (made, *ancestors(made)))
+        return any(has_pictures(one.header) for one in needed)
+
+    def may_fill_picture_memory(self) -> bool:
         """Whether there is too little for all pictures ever shown, as if nothing was given up."""
         shown = {(TENANTS[m.call.session], n) for m in self.made for _, n in m.call.pictures}
         most = self.limits.num_held_pictures

@@ -34,9 +34,8 @@ def _config(**model: Any) -> Any:
         name: model.pop(name, None)
         for name in (*("speculative_config", "kv_transfer_config", "ec_transfer_config"),)
     }
-    parallel = SimpleNamespace(data_parallel_size=model.pop("data_parallel_size", 1))
     model_config = SimpleNamespace(**{**options, **model})
-    return SimpleNamespace(model_config=model_config, parallel_config=parallel, **engine)
+    return SimpleNamespace(model_config=model_config, **engine)
 
 
 def _rows(model_type: str) -> dict[str, Any]:
@@ -74,7 +73,6 @@ def _request(*features: MultiModalFeatureSpec) -> Any:
         ({"multimodal_config": None}, "takes no pictures"),
         ({"is_mm_prefix_lm": True}, "attend to one another"),
         (_rows("qwen2_vl"), r"several rows \(M-RoPE\).* of paddleocr_vl alone"),
-        ({"data_parallel_size": 2}, "several engines"),
         ({"is_hybrid": True}, "models with states"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "drafters with layers"),
         ({"kv_transfer_config": object()}, "connectors"),
