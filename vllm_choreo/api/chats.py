@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm_choreo.api.picture_prompts import num_picture_bytes, pictures_of
 from vllm_choreo.api.pictures import PictureRenderer, named_pictures
@@ -24,6 +24,7 @@ from vllm_choreo.chat.matching import (
 from vllm_choreo.chat.message_table import Entry, MessageTable
 from vllm_choreo.chat.parts import Split
 from vllm_choreo.config import ChoreoConfig
+from vllm_choreo.semantics.call_options import Content
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.session_options import AdapterGiven
 
@@ -148,11 +149,12 @@ class SessionChats:
         )
         return found.get("prompt"), made
 
-    def _content(self, prompt: Prompt, start: int, stop: int | None = None) -> Any:
+    def _content(self, prompt: Prompt, start: int, stop: int | None = None) -> Content:
         """Tokens `start … stop-1` as calls take them, with the pictures among them."""
         if prompt["type"] == "token":
-            return prompt["prompt_token_ids"][start:stop]
-        return self._pictures.part(prompt, start, stop)
+            return list(prompt["prompt_token_ids"][start:stop])
+        # Calls take these, too; callers have no need to make any.
+        return cast("Content", self._pictures.part(prompt, start, stop))
 
     def _cutter_of_model(self) -> Cutter:
         if self._cutter is None:
