@@ -100,11 +100,19 @@ def _metadata(content: bytes) -> Mapping[str, str]:
 def _field_json(field: BaseMultiModalField) -> list[Any]:
     """How vLLM joins a tensor with those of other pictures."""
     if isinstance(field, MultiModalFlatField):
-        return ["flat", field.keep_on_cpu, field.dim]
+        return _flat_json(field)
     if isinstance(field, MultiModalSharedField):
-        return ["shared", field.keep_on_cpu, field.batch_size]
+        return _shared_json(field)
     assert isinstance(field, MultiModalBatchedField), "vLLM has no other"
     return ["batched", field.keep_on_cpu, 0]
+
+
+def _flat_json(field: MultiModalFlatField) -> list[Any]:
+    return ["flat", field.keep_on_cpu, field.dim]
+
+
+def _shared_json(field: MultiModalSharedField) -> list[Any]:
+    return ["shared", field.keep_on_cpu, field.batch_size]
 
 
 def _field_of(found: list[Any]) -> BaseMultiModalField:
