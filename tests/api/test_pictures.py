@@ -65,7 +65,10 @@ def _engine(encoder_tokens: int = 100, takes: bool = True) -> Any:
 
 def _session(mode: str = "choreo") -> Any:
     return SimpleNamespace(
-        mode=mode, tenant="a", content_of=lambda spec: (spec.content, "five <image> six")
+        mode=mode,
+        tenant="a",
+        content_of=lambda spec: (spec.content, "five <image> six"),
+        entries=SimpleNamespace(is_limited=True),
     )
 
 

@@ -22,7 +22,7 @@ class AttentionOracle:
     def __init__(self, oracle: Oracle) -> None:
         self.oracle = oracle
         names = ("self_attn", "self_attention")
-        modules = oracle.model.named_modules()
+        modules = oracle.layers.named_modules()
         self._modules = [module for name, module in modules if name.endswith(names)]
         assert len(self._modules) == oracle.num_layers
 

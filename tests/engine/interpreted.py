@@ -9,6 +9,7 @@ vLLM believes that Triton has a CPU backend; everything else is the real thing. 
     is_async  plan each step before the one before it has been sampled (vLLM's default on GPUs)
     settings  additional_config["choreo"]
     seeds     of random choreographies, compared with the dense oracle
+    pictures  whether the model is given some
 
 CUDA graphs are chosen as on a GPU, and not replayed: of a full graph the batch runs eagerly, of a
 piecewise one with rows of padding. The last line printed is JSON: for each step whether it read
@@ -70,6 +71,7 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from tests.engine.engines import start_engine
+    from tests.engine.pictured import OPTIONS as PICTURE_OPTIONS
     from vllm_choreo.engine.plugin import configure_after
     from vllm_choreo.engine.worker.cpu_worker import ChoreoCPUWorker
 
@@ -90,6 +92,7 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
         model_path,
         additional_config={"choreo": choices["settings"]},
         num_gpu_blocks_override=choices.get("num_blocks", 256),
+        **(PICTURE_OPTIONS if choices.get("pictures") else {}),
     )
     core = llm.llm_engine.engine_core.engine_core
     return llm, core.model_executor.driver_worker.worker.model_runner
@@ -138,7 +141,7 @@ def watch(batcher: Any, modes: list[str]) -> list[tuple[bool, str]]:
         if always:  # a run of some layers, before the step
             return found
         assert step.device_seq_lens.tolist() == step.seq_lens.tolist(), "the host knows the lengths"
-        sent = batcher._sent_table(step.request_ids)
+        sent = batcher._sent_table(step.request_ids, 0)
         for r, request_id in enumerate(step.request_ids):
             spans = batcher._requests.get(request_id)
             num_parents = spans.base // batcher.block_size if spans else 0
@@ -317,12 +320,31 @@ def check_any_order(llm: Any, model_path: str, seeds: Sequence[int]) -> None:
             check(c, StateOracle(model_path), draw_choreography(seed, draw))
 
 
+def check_pictures(llm: Any, model_path: str, seeds: Sequence[int]) -> None:
+    """Laws of messages with pictures hold, and random choreographies are as the oracle's."""
+    from pathlib import Path
+
+    from tests.engine.choreographies import check, side_by_side
+    from tests.engine.pictured import PictureOracle, check_picture_laws, draw_pictured
+    from vllm_choreo import Choreography
+
+    oracle = PictureOracle(Path(model_path))
+    check_picture_laws(llm, oracle)
+    for first in range(0, len(seeds), 4):
+        of_four = seeds[first : first + 4]
+        drawn = [draw_pictured(seed, oracle.placeholder, not oracle.has_rows) for seed in of_four]
+        with Choreography(llm) as c:
+            check(c, oracle, side_by_side(drawn))
+
+
 def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
     llm, runner = start(model_path, choices)
     from tests.engine.engines import stop_engine
 
     steps = watch(runner.batcher, choose_graphs(runner))
-    if runner.states is None:
+    if choices.get("pictures"):
+        check_pictures(llm, model_path, choices["seeds"])
+    elif runner.states is None:
         check_choreographies(llm, model_path, choices)
     else:
         check_chains(llm, model_path)

@@ -36,11 +36,7 @@ class LayerOracle:
         self.oracle = oracle
         self.hidden: dict[int, Hidden] = others.hidden if others else {}
         self._kept: list[Encoded] = []  # or an id would be given again
-        (self._layers,) = [
-            module
-            for module in oracle.model.modules()
-            if isinstance(module, torch.nn.ModuleList) and len(module) == oracle.num_layers
-        ]
+        assert len(oracle.layers) == oracle.num_layers
 
     def encode(
         self, token_ids: Sequence[int], parents: Sequence[Parent] = (), new_offset: int = 0
@@ -87,7 +83,7 @@ class LayerOracle:
             other = act(args[0][0])
             return (other[None], *args[1:]) if isinstance(other, torch.Tensor) else None
 
-        handles = [self._layers[layer].register_forward_pre_hook(hook) for layer in layers]
+        handles = [self.oracle.layers[layer].register_forward_pre_hook(hook) for layer in layers]
         try:
             yield
         finally:

@@ -119,6 +119,7 @@ class Oracle:
         # Without the last ones that read the keys of earlier layers.
         num_sharing = int(getattr(config, "num_kv_shared_layers", None) or 0)
         self.num_layers = int(config.num_hidden_layers) - num_sharing
+        self._num_layers_of_text = int(config.num_hidden_layers)
         # Then a shift of everything changes the result.
         self.scales_queries = bool(getattr(config, "llama_4_scaling", None))
         self.interleaved = config.model_type in _INTERLEAVED_TYPES
@@ -138,6 +139,16 @@ class Oracle:
         self.inv_freq = self._find_inv_freq()
         no_rope = getattr(config, "no_rope_layers", None) or [1] * self.num_layers
         self.layer_has_rope = [bool(self.inv_freq) and bool(flag) for flag in no_rope]
+
+    @property
+    def layers(self) -> torch.nn.ModuleList:
+        """Layers of text; a model that takes pictures has others for these."""
+        (layers,) = [
+            module
+            for module in self.model.modules()
+            if isinstance(module, torch.nn.ModuleList) and len(module) == self._num_layers_of_text
+        ]
+        return layers
 
     def _find_inv_freq(self) -> dict[str | None, torch.Tensor]:
         """float64 `[rotary_dim / 2]` by kind of layer, None for all kinds; empty without RoPE.

@@ -15,8 +15,11 @@ import torch
 import transformers
 from PIL import Image
 
-from tests.engine.choreographies import Draw, PlannedCall, draw_choreography
+from tests.engine.choreographies import LOGPROB_TOLERANCE, Draw, PlannedCall, draw_choreography
 from tests.engine.oracle import Oracle
+from vllm_choreo import Choreography
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.testing.laws import difference, greedy
 from vllm_choreo.testing.models.pictured import IMAGE
 
 OPTIONS: dict[str, Any] = {"language_model_only": False, "limit_mm_per_prompt": {"image": 40}}
@@ -112,6 +115,44 @@ class PictureOracle(Oracle):
 
     def picture_inputs(self, pictures: Sequence[Any]) -> Mapping[str, torch.Tensor]:
         return self.prompt([self.placeholder] * len(pictures), pictures)[1]
+
+
+def check_picture_laws(llm: Any, oracle: PictureOracle) -> None:
+    """A chain equals the text; so do exact mode, what was evicted, and a shift of everything.
+
+    Raises:
+        AssertionError: one of them does not hold.
+    """
+    words = ["t10 t11 t12 <image> t13", "t60 <image> <image> t61", "<image> t110 t111"]
+    shown = [[picture(1)], [picture(2, (112, 56)), picture(1)], [picture(3)]]
+    question: dict[str, Any] = {"header": "t7 t8 t9", "sampling_params": greedy()}
+    prompt = " ".join([*words, question["header"]])
+    data = {"image": [one for pictures in shown for one in pictures]}
+    request = {"prompt": prompt, "multi_modal_data": data}
+    (output,) = llm.generate(request, greedy(), use_tqdm=False)
+    expected = output.outputs[0]
+    with Choreography(llm) as c:
+        chain: list[Message] = []
+        for text, pictures in zip(words, shown, strict=True):
+            chain.append(c.prefill(text, parents=chain, multi_modal_data={"image": pictures}))
+        apart = c.prefill(
+            [
+                {"tokens": text, "multi_modal_data": {"image": pictures}}
+                for text, pictures in zip(words, shown, strict=True)
+            ]
+        )
+        offsets = [oracle.num_positions(m.token_ids, p) for m, p in zip(chain, shown, strict=True)]
+        starts = [100 + sum(offsets[:number]) for number in range(4)]
+        shifted = {"offsets": starts[:3], "new_offset": starts[3]}
+        answers = [
+            c.decode(parents=chain, **question),
+            c.decode(parents=apart, mode="exact", **question),
+            c.decode(parents=chain, **shifted, **question),
+        ]
+        c.evict(*chain)
+        answers.append(c.decode(parents=chain, **question))
+        for answer in answers:
+            assert answer.usage.exact and difference(answer, expected) < LOGPROB_TOLERANCE
 
 
 def with_pictures(

@@ -41,7 +41,7 @@ from vllm_choreo.store.block_copies import BlockCopies, PlannedCopies
 MachineOf = Callable[[str], Machine]
 # So many programs on each engine, a quarter of a second each.
 _SEEDS = [range(8), range(8, 25), *(range(first, first + 25) for first in range(25, 100, 25))]
-_QUICK = ("hidden", "tight", "async")
+_QUICK = ("hidden", "tight", "async", "pictures")
 
 
 def run(machine: Machine, *program: Operation) -> None:
@@ -285,11 +285,20 @@ def test_what_a_patch_is_placed_over_stays_until_it_is(machine_of: MachineOf) ->
     )
 
 
+def test_what_is_encoded_anew_has_the_pictures_of_its_origin_alone(machine_of: MachineOf) -> None:
+    run(
+        machine_of("pictures"),
+        Call("a", "doc", (1, 1)),
+        Settle(),
+        Call("a", "answer", (2, 1), copy_of="doc", pictures=((0, 0), (1, 2))),
+    )
+
+
 # -- what the machine itself promises ------------------------------------------------------------
 
 
 def test_every_option_meets_every_other_one() -> None:
-    assert len(CONFIGURATIONS) == 26
+    assert len(CONFIGURATIONS) == 30
     assert not unmet()
 
 

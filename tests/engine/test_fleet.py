@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 
 from tests.engine.engines import start_engine, stop_engine
+from tests.engine.pictured import OPTIONS as PICTURE_OPTIONS
+from tests.engine.pictured import picture
 from tests.engine.workflows import draw_workflow, facts, greedy, run
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.api.fleet import fleet_of
 from vllm_choreo.engine.fleet_client import FleetClient
 from vllm_choreo.fleet.placement import Rates
+from vllm_choreo.testing.models.pictured import PICTURED_MODELS
 
 NUM_WORKFLOWS = int(os.environ.get("CHOREO_FLEET_WORKFLOWS", "10"))
 
@@ -255,6 +258,76 @@ def test_a_session_of_two_engines_is_saved_and_loaded(
                     assert found.token_ids == expected.token_ids
                     while len(fleet.alive) < 2:
                         await asyncio.sleep(0.1)
+            await nothing_is_left(llm)
+
+    asyncio.run(main())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", PICTURED_MODELS)
+def test_pictures_are_shown_by_any_engine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moved, encoded there again, after the end of the engine that had them, and loaded."""
+    model_path = PICTURED_MODELS[name](tmp_path)
+    # Longer than a block: what is shorter is not moved.
+    words = " ".join(f"t{number}" for number in range(100, 140))
+    texts = [f"{words} <image> t13", f"t60 <image> {words}", "t7 <image> t8 t9"]
+    shown = [{"image": picture(seed)} for seed in range(3)]
+    question = {"sampling_params": greedy(), "offsets": [90, 0]}
+    llm = start_engine(model_path, **PICTURE_OPTIONS)
+    with Choreography(llm) as c:
+        chain: list[Any] = []
+        for text, data in zip(texts[:2], shown, strict=False):
+            chain.append(c.prefill(text, parents=list(chain), multi_modal_data=data))
+        one = c.decode(texts[2], parents=chain, multi_modal_data=shown[2], **question)
+        expected = [one, c.decode("t5 t6", parents=[one, chain[0]], **question)]
+    stop_engine(llm)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+    async def answer(c: AsyncChoreography, chain: list[Any]) -> int:
+        """Ask; returns the engine of the last answer."""
+        one = await c.decode(texts[2], parents=chain, multi_modal_data=shown[2], **question)
+        other = await c.decode("t5 t6", parents=[one, chain[0]], **question)
+        assert [one.token_ids, other.token_ids] == [m.token_ids for m in expected]
+        engine = c.engine_of(other)
+        assert engine is not None
+        return engine
+
+    async def move_or_encode(llm: Any, fleet: Any, tenant: str, move: float) -> None:
+        monkeypatch.setattr(fleet.measured, "rates", lambda: Rates(encode=1e-3, move=move))
+        moved, again = fleet.mover.total.moved, sum(fleet.num_again)
+        async with AsyncChoreography(llm, tenant=tenant) as c:
+            # Moves may cost nothing: what comes first goes to one engine.
+            for engine, load in enumerate((0.0, 1e3)):
+                fleet.loads.put(engine, load)
+            chain: list[Any] = []
+            for text, data in zip(texts[:2], shown, strict=False):
+                made = await c.prefill(text, parents=list(chain), multi_modal_data=data)
+                chain.append(made)
+            home = await answer(c, chain)
+            fleet.loads.add(home, 1e6)  # what comes next goes to the other engine
+            assert await answer(c, chain) == 1 - home
+            assert fleet.mover.total.failed == 0
+            is_moved = fleet.mover.total.moved > moved
+            assert (is_moved, sum(fleet.num_again) > again) == (move == 0.0, move > 0.0)
+            kill(llm.engine_core, 1 - home)
+            await answer(c, chain)
+            while len(fleet.alive) < 2:
+                await asyncio.sleep(0.1)
+            saved = await c.save(chain, tmp_path / tenant, encodings=move == 0.0)
+            assert saved.messages == 2
+        async with AsyncChoreography(llm, tenant=tenant) as later:
+            kill(llm.engine_core, await answer(later, await later.load(tmp_path / tenant)))
+            while len(fleet.alive) < 2:
+                await asyncio.sleep(0.1)
+
+    async def main() -> None:
+        async with started(model_path, 2, **PICTURE_OPTIONS) as llm:
+            fleet = fleet_of(llm)
+            await move_or_encode(llm, fleet, "a", 0.0)
+            await move_or_encode(llm, fleet, "b", float("inf"))
             await nothing_is_left(llm)
 
     asyncio.run(main())

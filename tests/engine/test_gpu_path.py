@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from vllm_choreo.testing.models.pictured import PICTURED_MODELS
+
 BLOCK_GIB = 3 * 2 * 32 * 2 * 32 * 4 / 2**30  # of the tiny model, see test_tiers.py
 TRITON = "ChoreoTritonBackend"
 # The default on GPUs; the older runner, which moves keys; the new one on CPU, with little memory,
-# with positions in rows (M-RoPE), and with layers that have states.
+# with positions in rows (M-RoPE), with pictures, and with layers that have states.
 CASES: dict[str, dict[str, Any]] = {
     "default": {
         "runner": "v2",
@@ -50,6 +52,24 @@ CASES: dict[str, dict[str, Any]] = {
         "settings": {},
         "seeds": [0],
     },
+    "pictures": {
+        "model": "idefics3",
+        "runner": "v2",
+        "backend": TRITON,
+        "is_async": True,
+        "settings": {},
+        "seeds": [0],
+        "pictures": True,
+    },
+    "pictures, m-rope": {
+        "model": "paddleocr_vl_pictured",
+        "runner": "v2",
+        "backend": None,
+        "is_async": False,
+        "settings": {},
+        "seeds": [*range(4)],
+        "pictures": True,
+    },
     "states": {
         "model": "granite_hybrid",
         "runner": "v2",
@@ -64,6 +84,8 @@ EXPECTED = {
     "v1": ("ChoreoCPUModelRunner", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
     "cpu": ("ChoreoCPUModelRunnerV2", "ChoreoScheduler", ["ChoreoCPUImpl"]),
     "m-rope": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
+    "pictures": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
+    "pictures, m-rope": ("ChoreoCPUModelRunnerV2", "ChoreoScheduler", ["ChoreoCPUImpl"]),
     "states": ("ChoreoCPUModelRunnerV2", "ChoreoScheduler", ["ChoreoCPUImpl"]),
 }
 
@@ -81,10 +103,14 @@ def run(model_path: Path, choices: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_random_choreographies(case: str, tiny_model_path: Callable[[str], Path]) -> None:
+def test_random_choreographies(
+    case: str, tiny_model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Compared with the oracle in that process; here, that it ran what it should."""
     pytest.importorskip("triton")
-    report = run(tiny_model_path(CASES[case].get("model", "llama")), CASES[case])
+    model = CASES[case].get("model", "llama")
+    make = PICTURED_MODELS.get(model)
+    report = run(tiny_model_path(model) if make is None else make(tmp_path), CASES[case])
     assert (report["runner"], report["scheduler"], report["impls"]) == EXPECTED[case]
     choreographed = {mode for reads_spans, mode in report["steps"] if reads_spans}
     ordinary = {mode for reads_spans, mode in report["steps"] if not reads_spans}

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,17 @@ from tests.engine.pictured import OPTIONS, PictureOracle, draw_pictured, picture
 from tests.grids import sampled
 from tests.quick import ONE_PROCESS
 from vllm_choreo import AsyncChoreography, ChoreoError, Choreography
-from vllm_choreo.errors import LimitError, RepairError, SpanError, UnsupportedOptionError
+from vllm_choreo.cli import keep
+from vllm_choreo.errors import (
+    KeptError,
+    LimitError,
+    RepairError,
+    SpanError,
+    UnsupportedOptionError,
+)
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.snapshot.manifest import manifest_bytes
+from vllm_choreo.snapshot.storage import SnapshotFolder
 from vllm_choreo.testing.laws import difference, greedy
 from vllm_choreo.testing.models.pictured import make_idefics3, make_paddleocr_vl
 
@@ -277,6 +289,70 @@ def test_an_engine_in_another_process(llm: Any, model_path: Path) -> None:
         _same(found, expected)
 
 
+@pytest.mark.parametrize("encodings", [False, True], ids=["recipes", "keys"])
+def test_saved_messages_show_their_pictures(llm: Any, tmp_path: Path, encodings: bool) -> None:
+    """Also one behind which another was encoded, that nobody saved; and once more when evicted."""
+    folder = tmp_path / "saved"
+    with Choreography(llm, tenant="t") as c:
+        chain = _chain(c)
+        expected = c.decode(**_question(parents=chain[1:], offsets=[70, 0]))
+        saved = c.save(chain[1:], folder, encodings=encodings)
+        assert saved.encodings == 2 * encodings
+        # Theirs, and that of the first one, behind which they were encoded; each once.
+        assert len(list(folder.glob("*.safetensors"))) == 3 + 2 * encodings
+    _forget(llm)
+    with Choreography(llm, tenant="t") as c:
+        loaded = c.load(folder)
+        assert [message.num_pictures for message in loaded] == [1, 1]
+        answer = c.decode(**_question(parents=loaded, offsets=[70, 0]))
+        _same(answer, expected)
+        c.evict(*loaded)
+        _same(c.decode(**_question(parents=loaded, offsets=[70, 0])), expected)
+        # What was loaded is found by what it shows.
+        again = _chain(c)[1:]
+        assert [m.usage.reused_tokens for m in again] >= [m.num_tokens // 32 * 32 for m in loaded]
+    with Choreography(llm, tenant="other") as c, pytest.raises(KeptError, match="another tenant"):
+        c.load(folder)
+
+
+def _forget(llm: Any) -> None:
+    """Have the engine forget all that nobody names."""
+    llm.reset_prefix_cache()
+    llm.llm_engine.reset_mm_cache()
+    llm.llm_engine.reset_encoder_cache()
+    with Choreography(llm) as c:
+        gc.collect()
+        assert c.stats()["num_picture_bytes"] == 0
+
+
+def test_pictures_of_others_are_not_loaded(
+    llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file with another signature, of another processor, and a damaged one; each is named."""
+    key, folder = b"k" * 32, tmp_path / "saved"
+    with Choreography(llm) as c:
+        c.save(_chain(c, 1), SnapshotFolder(folder, keep_key=key))
+        with pytest.raises(KeptError, match="signed with another key"):
+            c.load(SnapshotFolder(folder, keep_key=b"l" * 32), on_mismatch="encode")
+        manifest = folder / "manifest.json"
+        kept = json.loads(manifest.read_text())["kept"]
+        kept["model"]["processor"] = "another"
+        content = manifest.read_bytes()
+        manifest.write_bytes(manifest_bytes(kept, key))
+        with pytest.raises(KeptError, match="another processor"):
+            c.load(SnapshotFolder(folder, keep_key=key))
+        manifest.write_bytes(content)
+        options = argparse.Namespace(action="show", uri=str(folder), keep_key="")
+        assert keep.main(options) == 0
+        (file,) = folder.glob("*.safetensors")
+        *rest, last = file.read_bytes()
+        file.write_bytes(bytes([*rest, last ^ 1]))
+        with pytest.raises(KeptError, match=rf"damaged.*{file.name}"):
+            c.load(SnapshotFolder(folder, keep_key=key))
+        assert keep.main(options) == 1
+        assert "1 pictures: DAMAGED" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
 def test_random(llm: Any, oracle: PictureOracle, seeds: range) -> None:
     drawn = [draw_pictured(seed, oracle.placeholder, not oracle.has_rows) for seed in seeds]
@@ -317,20 +393,13 @@ def test_bad_pictures_are_named(llm: Any, options: dict[str, Any], message: str)
         assert c.prefill("t5 t6").num_tokens == 2
 
 
-def test_what_pictures_cannot_do_is_refused(llm: Any, tmp_path: Path) -> None:
+def test_what_pictures_cannot_do_is_refused(llm: Any) -> None:
     with Choreography(llm) as c:
         (message,) = c.prefill([_call(0)])
-        behind = c.prefill("t5", parents=[message])
-        for named in ([message], [behind]):
-            with pytest.raises(UnsupportedOptionError, match="files keep no pictures"):
-                c.save(named, tmp_path / "saved")
         with pytest.raises(UnsupportedOptionError, match="as a whole"):
             c.reencode((message, 0, 12))
         with pytest.raises(UnsupportedOptionError, match="its own pictures"):
             c.reencode(message, multi_modal_data={"image": _PICTURES[0]})
-    refused = pytest.raises(UnsupportedOptionError, match="baseline mode")
-    with Choreography(llm, mode="baseline") as c, refused:
-        c.prefill([_call(0)])
 
 
 def test_memory_for_pictures_is_limited(engine_slot: Callable[..., Any], tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class WeighedOracle:
     @contextmanager
     def _attention(self, first: int, stop: int) -> Iterator[None]:
         """Within, keys `first … stop-1` count so."""
-        modules = (module for _, module in self.oracle.model.named_modules())
+        modules = self.oracle.layers.modules()
         layer = next(type(m) for m in modules if hasattr(m, "num_key_value_groups"))
         names = inspect.unwrap(layer.forward).__globals__
         ours = names["eager_attention_forward"]

@@ -44,7 +44,7 @@ from vllm_choreo.server import tenants
 from vllm_choreo.snapshot import file_locks, keys
 from vllm_choreo.snapshot.loading import loading
 from vllm_choreo.snapshot.manifest import (
-    FORMAT,
+    PICTURED_FORMAT,
     checked_manifest,
     manifest_bytes,
     read_manifest,
@@ -602,7 +602,12 @@ def _wrong() -> Iterator[dict[str, Any]]:
         kept["encodings"].insert(0, source)
         kept["messages"] = []
         yield kept
-    yield {**kept_of(1, None), "format": FORMAT + 1}
+    picture = {"name": "a", "file": "a", "bytes": 1, "sha256": ""}
+    for wrong in ({"file": "../x"}, {"bytes": -1}, {"name": 3}):
+        yield {**kept_of(1, None), "pictures": [{**picture, **wrong}]}
+    for shown in ([[1, 0]], [[0, 99]], [[0, 0.5]], [[0]]):
+        yield {**changed(pictures=shown), "pictures": [picture]}
+    yield {**kept_of(1, None), "format": PICTURED_FORMAT + 1}
     yield {**kept_of(1, None), "traces": [{"id": "s/0", "parents": [0], "origin": None}]}
 
 

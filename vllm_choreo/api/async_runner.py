@@ -33,6 +33,8 @@ from vllm_choreo.semantics.call import Result, ended
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from vllm_choreo.api.picture_prompts import Prompt
+
 
 class AsyncRunner:
     """The calls of one session that are running.
@@ -158,7 +160,7 @@ class AsyncRunner:
 
     async def _hand_over(self, handle: Pending) -> None:
         """Hand a submitted call to the engine, before those that may name it."""
-        handle._queue = await self._add(handle.call, handle.call.token_ids)
+        handle._queue = await self._add(handle.call, call_prompt(handle.call))
 
     async def _choreo_result(
         self, handle: Pending, parents: Sequence[Pending], start: float
@@ -182,7 +184,7 @@ class AsyncRunner:
         call, messages = handle.call, self._entries.messages()
         if not call.is_decode:
             return baseline.stored_message(call, messages, start)
-        handle._queue = await self._add(call, baseline.prompt_token_ids(call, messages))
+        handle._queue = await self._add(call, baseline.prompt_of(call, self._entries, self._salt))
         return baseline_result(call, await self._read(handle, handle._queue, start))
 
     def _pending_parents(self, call: PlannedCall) -> list[Pending]:
@@ -196,12 +198,12 @@ class AsyncRunner:
         return end_report(await self.utility("end", *end_arguments(call, outcome)))
 
     async def _add(
-        self, call: PlannedCall, prompt: Sequence[int], engine: int | None = None
+        self, call: PlannedCall, prompt: Prompt, engine: int | None = None
     ) -> OutputQueue:
         params = engine_params(call, self.mode)
         queue: OutputQueue = await self._llm.add_request(
             call.id,
-            call_prompt(call, prompt, self._salt),
+            prompt,
             params,
             lora_request=call.adapter,
             data_parallel_rank=engine,

@@ -11,12 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm_choreo.api.entries import Entries
+from vllm_choreo.api.picture_prompts import concat_prompts, cut_prompt, with_tokens
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.naming import ParentSpan
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
+    from vllm.inputs.engine import MultiModalInput
+
+    from vllm_choreo.api.picture_prompts import Prompt
 
 
 def prompt_token_ids(call: PlannedCall, messages: Mapping[str, Message]) -> list[int]:
@@ -26,6 +31,31 @@ def prompt_token_ids(call: PlannedCall, messages: Mapping[str, Message]) -> list
         prompt.extend(span_token_ids(span, messages[span.id].token_ids))
     prompt.extend(call.token_ids)
     return prompt
+
+
+def prompt_of(call: PlannedCall, entries: Entries, cache_salt: str | None = None) -> Prompt:
+    """The prompt of `call` as `prompt_token_ids` has it, with the pictures among its tokens.
+
+    Args:
+        entries: messages of its session.
+        cache_salt: salt of vLLM's prefix cache: only requests of the same salt share blocks.
+
+    Raises:
+        SpanError: a parent is a part of a message that begins or ends inside of a picture.
+    """
+    messages = entries.messages()
+    parts: list[Prompt] = []
+    for span in call.params.parents:
+        whole = _prompt(messages[span.id].token_ids, entries.pictures(span.id))
+        parts.append(cut_prompt(whole, span.start, span.stop))
+    parts.append(_prompt(call.token_ids, entries.shown_by(call)))
+    return concat_prompts(parts, cache_salt)
+
+
+def _prompt(token_ids: Sequence[int], shown: MultiModalInput | None) -> Prompt:
+    from vllm.inputs.engine import tokens_input
+
+    return with_tokens(shown, token_ids) if shown else tokens_input(list(token_ids))
 
 
 def span_token_ids(span: ParentSpan, token_ids: Sequence[int]) -> Sequence[int]:
@@ -52,6 +82,7 @@ def stored_message(call: PlannedCall, messages: Mapping[str, Message], submitted
         offsets=call.params.offsets,
         new_offset=call.params.new_offset,
         role=call.role,
+        num_pictures=call.num_pictures,
     )
 
 

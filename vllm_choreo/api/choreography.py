@@ -105,7 +105,7 @@ class Choreography(CallMethods):
         self._entries = self._session.entries
         self._pictures = PictureRenderer(self._session, llm.llm_engine)
         self._denied: tuple[str, ...] = ()
-        self._chats = SessionChats(llm, self._entries.is_live)
+        self._chats = SessionChats(llm, options.tenant, self._pictures, self._entries.is_live)
 
     @property
     def session(self) -> str:
@@ -320,7 +320,7 @@ class Choreography(CallMethods):
         start = time.perf_counter()
         if self.mode == "baseline":
             return self._baseline_results(calls, start)
-        outcomes = self._generate([(call, call.token_ids) for call in calls], start)
+        outcomes = self._generate([(call, call_prompt(call)) for call in calls], start)
         return [
             choreo_result(call, outcome, self._report(call, outcome))
             for call, outcome in zip(calls, outcomes, strict=True)
@@ -336,22 +336,21 @@ class Choreography(CallMethods):
         messages = self._entries.messages()
         if not calls[0].is_decode:
             return [baseline.stored_message(call, messages, start) for call in calls]
-        prompts = [(call, baseline.prompt_token_ids(call, messages)) for call in calls]
+        prompts = [(call, baseline.prompt_of(call, self._entries)) for call in calls]
         outcomes = self._generate(prompts, start)
         return [baseline_result(*pair) for pair in zip(calls, outcomes, strict=True)]
 
     def _generate(
-        self, requests: Sequence[tuple[PlannedCall, Sequence[int]]], start: float
+        self, requests: Sequence[tuple[PlannedCall, Prompt]], start: float
     ) -> list[Outcome]:
-        """Run `(call, prompt token ids)` in one batch, until all of them are finished."""
+        """Run `(call, prompt)` in one batch, until all of them are finished."""
         engine = self._llm.llm_engine
         first: dict[str, float] = {}
         outcomes: dict[str, Outcome] = {}
         try:
             for call, prompt in requests:
                 params = engine_params(call, self.mode)
-                prompt_input = call_prompt(call, prompt)
-                engine.add_request(call.id, prompt_input, params, lora_request=call.adapter)
+                engine.add_request(call.id, prompt, params, lora_request=call.adapter)
             while len(outcomes) < len(requests):
                 outputs = engine.step()
                 now = time.perf_counter()
@@ -395,6 +394,7 @@ class Choreography(CallMethods):
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from vllm_choreo.api.picture_prompts import Prompt
     from vllm_choreo.api.protocol import SessionFacade
 
     _is_one: type[SessionFacade] = Choreography

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from vllm_choreo.api.planned import PlannedCall
@@ -33,6 +34,9 @@ from vllm_choreo.semantics.naming import message_id as named_id
 from vllm_choreo.semantics.provenance import Trace, ids_in
 from vllm_choreo.semantics.session_options import SessionLimits
 
+if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput
+
 # Of messages that were freed and calls that failed: how many are remembered by their ids. About
 # 150 bytes each.
 MAX_GONE = 10_000
@@ -45,19 +49,25 @@ class Entries:
     Args:
         session: the id of the session; ids are `session/name`.
         limits: limits of its messages; None: none.
+        keeps_pictures: whether the pictures of messages are kept here, as in baseline mode.
 
     Attributes:
         num_tokens: tokens of all messages, complete or pending; of pending ones those known yet.
         count: ids that are numbers were given below it; the session counts.
     """
 
-    def __init__(self, session: str, limits: SessionLimits | None = None) -> None:
+    def __init__(
+        self, session: str, limits: SessionLimits | None = None, *, keeps_pictures: bool = False
+    ) -> None:
         self.session = session
+        self._keeps_pictures = keeps_pictures
         self.closed = False
         self.num_tokens = 0
         self.count = 0
         self._limits = limits
         self._live: dict[str, PlannedCall | Message] = {}
+        # In baseline mode, of messages that show some: nobody else holds them.
+        self._pictures: dict[str, MultiModalInput] = {}
         self._writers: dict[str, str] = {}  # of messages that the engine's model has not written
         self._gone: OrderedDict[str, str] = OrderedDict()
         # While somebody holds a freed message, its id must not come to mean another one.
@@ -89,6 +99,8 @@ class Entries:
             return
         if isinstance(result, Message):
             self._enter(call.id, result)
+            if self._keeps_pictures and (shown := self.shown_by(call)):
+                self._pictures[call.id] = shown
         else:
             self._leave(call.id)
             self._remember(call.id, str(result) or type(result).__name__)
@@ -105,6 +117,7 @@ class Entries:
         """Forget everything; False if that was done before."""
         was_open, self.closed = not self.closed, True
         self._live.clear()
+        self._pictures.clear()
         self._writers.clear()
         self._gone.clear()
         self.num_tokens = 0
@@ -120,6 +133,7 @@ class Entries:
     def _leave(self, message_id: str) -> PlannedCall | Message | None:
         entry = self._live.pop(message_id, None)
         self._writers.pop(message_id, None)
+        self._pictures.pop(message_id, None)
         if entry is not None:
             self.num_tokens -= len(entry.token_ids)
             self._carried = None
@@ -158,6 +172,19 @@ class Entries:
     def messages(self) -> dict[str, Message]:
         """The live messages by id."""
         return {key: entry for key, entry in self._live.items() if isinstance(entry, Message)}
+
+    @property
+    def is_limited(self) -> bool:
+        """True if a session may hold so much and no more, as on a server."""
+        return self._limits is not None
+
+    def pictures(self, message_id: str) -> MultiModalInput | None:
+        """Prompt of the call that made a message, with its pictures; None: it shows none."""
+        return self._pictures.get(message_id)
+
+    def shown_by(self, call: PlannedCall) -> MultiModalInput | None:
+        """Prompt of a call with its pictures, or with those of the message that it copies."""
+        return call.prompt or self.pictures(call.params.copy_of or "")
 
     def is_live(self, message_id: str) -> bool:
         """Return whether there is such a message, or a call that makes it."""

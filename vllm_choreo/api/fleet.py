@@ -24,7 +24,7 @@ from vllm_choreo.api.fleet_transfer import (
     exchange_folder,
 )
 from vllm_choreo.api.one_engine import OneEngine
-from vllm_choreo.api.recipes import CallRecipe
+from vllm_choreo.api.recipes import CallRecipe, SharedPictures
 from vllm_choreo.api.restored import SessionJournal
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import EngineRestartedError
@@ -92,6 +92,7 @@ class Fleet:
         num_again, tokens_again: messages that engines were made to encode though they had been
             encoded before, and their tokens; by engine.
         journal: journal of what sessions make and free; None: they end with this process.
+        pictures: pictures of the sessions' recipes.
 
     Raises:
         ChoreoError: files cannot be put into the folder that is set for moves.
@@ -120,6 +121,7 @@ class Fleet:
         self._holders: list[dict[Hashable, dict[str, str]]] = [{} for _ in range(count)]
         self._clients = client.clients  # not their owner, which would then never be collected
         self.journal: SessionJournal | None = None
+        self.pictures = SharedPictures()
         self._turn = 0
         self._starts = client.starts
         self._resources = client.resources

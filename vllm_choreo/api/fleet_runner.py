@@ -32,7 +32,7 @@ from vllm_choreo.api.fleet_engines import SessionEngines
 from vllm_choreo.api.fleet_moves import Holder
 from vllm_choreo.api.fleet_snapshots import SNAPSHOT_ENGINE, SnapshotEngine
 from vllm_choreo.api.one_engine import ask_workers
-from vllm_choreo.api.outcomes import Outcome, choreo_result, report_of
+from vllm_choreo.api.outcomes import Outcome, call_prompt, choreo_result, report_of
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.recipes import CallRecipe, named_by, recipe_of
@@ -100,9 +100,10 @@ class FleetRunner(AsyncRunner):
                 parameter="repair",
                 value="attention",
             )
-        if handle.call.prompt is not None:
+        if handle.call.prompt is not None and self._fleet.journal is not None:
             raise UnsupportedOptionError(
-                "recipes in front of several engines keep no pictures so far: use one engine",
+                "a cluster's journal keeps no pictures so far: leave them out, or use engines of "
+                "one server (--data-parallel-size)",
                 parameter="multi_modal_data",
                 value="given",
             )
@@ -168,7 +169,8 @@ class FleetRunner(AsyncRunner):
         only = None if one is None else one.number
         num_new = len(handle.call.token_ids)
         makes = self._made_by(handle.call, named)
-        placed = self._fleet.place(recipes, num_new, only, self._given(makes), coming)
+        given = None if makes is None else self._given(makes)
+        placed = self._fleet.place(recipes, num_new, only, given, coming)
         self._near = placed.engine
         self._num_placed[placed.engine] += num_new
         running = Running(placed, self._engines.known(placed.engine), recipes, makes)
@@ -191,11 +193,9 @@ class FleetRunner(AsyncRunner):
         """Recipe of the message that a call makes, if all of its tokens are given."""
         if call.params.kind != "prefill":
             return None
-        return recipe_of(call, call.token_ids, named)
+        return recipe_of(self._fleet.pictures.share(call), call.token_ids, named)
 
-    def _given(self, makes: CallRecipe | None) -> GivenMessage | None:
-        if makes is None:
-            return None
+    def _given(self, makes: CallRecipe) -> GivenMessage:
         near = self._near
         return GivenMessage(makes.key, near, 0 if near is None else self._num_placed[near])
 
@@ -223,7 +223,7 @@ class FleetRunner(AsyncRunner):
         """Hand a call to an engine, in this life of it and no other."""
         self._fleet.expect(call.id, engine, known.life)
         try:
-            return await self._add(call, call.token_ids, engine)
+            return await self._add(call, call_prompt(call), engine)
         finally:
             self._fleet.expect_no_more(call.id, engine)
 
@@ -236,7 +236,8 @@ class FleetRunner(AsyncRunner):
                 self._fleet.expect_no_more(handle.id, running.engine)
             if running is not None and isinstance(result, Message):
                 self._measure(result)
-                recipe = running.makes or recipe_of(handle.call, result.token_ids, named)
+                call = self._fleet.pictures.share(handle.call)
+                recipe = running.makes or recipe_of(call, result.token_ids, named)
                 self._recipes[recipe.id] = recipe
                 self._ran_on[recipe.id] = running.engine
                 if self._fleet.journal is not None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vllm_choreo.api.one_engine import OneEngine, ask_engine
 from vllm_choreo.api.planned import PlannedCall
@@ -20,7 +20,12 @@ from vllm_choreo.api.recipes import CallRecipe, bound_recipe
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.params import ChoreoParams
+from vllm_choreo.semantics.pictures import IMAGE
 from vllm_choreo.semantics.provenance import Trace
+
+if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 # Of the operation "snapshot_begin".
 _BeginArguments = tuple[str, str, Mapping[str, Any], Mapping[str, int]]
@@ -74,8 +79,9 @@ def loaded_messages(
         UnsupportedOptionError: no call would make one of them again as it was.
     """
     entries: Sequence[Mapping[str, Any]] = recipes["encodings"]
+    shown = _features(recipes.get("pictures", ()))
     for number in _needed(entries, named.values()):
-        _check_makeable(entries[number])
+        _check_makeable(entries[number], shown)
     unnamed = f"{session}/loaded-{secrets.token_hex(8)}"
     ids = {number: message_id for message_id, number in named.items()}
     made: list[CallRecipe] = []
@@ -95,7 +101,9 @@ def loaded_messages(
             tenant=tenant,
             keep_hidden=tuple(entry["keeps"]),
         )
-        call = PlannedCall("", tuple(entry["tokens"]), params, None, Trace(message_id))
+        prompt = _prompt(entry, shown)
+        tokens, trace = tuple(entry["tokens"]), Trace(message_id)
+        call = PlannedCall("", tokens, params, None, trace, prompt=prompt)
         made.append(bound_recipe(call, {parent.id: parent for parent in parents}))
     return [Loaded(made[number], entries[number]["data"] is not None) for number in ids]
 
@@ -111,7 +119,43 @@ def _needed(entries: Sequence[Mapping[str, Any]], named: Iterable[int]) -> set[i
     return found
 
 
-def _check_makeable(entry: Mapping[str, Any]) -> None:
+def _features(pictures: Sequence[Mapping[str, Any]]) -> list[MultiModalFeatureSpec]:
+    """Pictures as vLLM has them, each at the beginning of a prompt."""
+    if not pictures:
+        return []
+    from vllm_choreo.engine.picture_files import picture_of
+
+    return [picture_of(entry["content"], entry["name"]) for entry in pictures]
+
+
+def _prompt(
+    entry: Mapping[str, Any], shown: Sequence[MultiModalFeatureSpec]
+) -> MultiModalInput | None:
+    """The tokens of an encoding with the pictures among them; None: there are none."""
+    pictures = [(shown[number], start) for number, start in entry.get("pictures", ())]
+    if not pictures:
+        return None
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+    return mm_input(
+        list(entry["tokens"]),
+        MultiModalKwargsItems({IMAGE: [feature.data for feature, _ in pictures]}),
+        {IMAGE: [feature.identifier for feature, _ in pictures]},
+        {IMAGE: [replace(f.mm_position, offset=start) for f, start in pictures]},
+    )
+
+
+def _cuts_a_picture(entry: Mapping[str, Any], shown: Sequence[MultiModalFeatureSpec]) -> bool:
+    """Return whether an encoding begins or ends inside of a picture."""
+    pictures = [(shown[number], start) for number, start in entry.get("pictures", ())]
+    num_tokens = len(entry["tokens"])
+    return any(
+        start < 0 or start + feature.mm_position.length > num_tokens for feature, start in pictures
+    )
+
+
+def _check_makeable(entry: Mapping[str, Any], shown: Sequence[MultiModalFeatureSpec]) -> None:
     """Check that a prefill makes an encoding again.
 
     Raises:
@@ -123,6 +167,8 @@ def _check_makeable(entry: Mapping[str, Any]) -> None:
         reason = "an adapter, or another model, has encoded it"
     elif entry["is_untrusted"]:
         reason = "its keys and values come from somebody whose key this process does not have"
+    elif _cuts_a_picture(entry, shown):
+        reason = "it begins or ends inside of a picture"
     else:
         return
     raise UnsupportedOptionError(

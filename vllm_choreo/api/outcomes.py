@@ -18,7 +18,9 @@ from vllm_choreo.semantics.message import Message, Metrics, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
-    from vllm.inputs.engine import MultiModalInput, TokensInput
+    from vllm.inputs.engine import TokensInput
+
+    from vllm_choreo.api.picture_prompts import Prompt
 
 # The engine's report on a finished call: its numbers, or why it was refused.
 Report = Mapping[str, Any] | ChoreoError
@@ -36,11 +38,9 @@ class Outcome:
 # -- to the engine -------------------------------------------------------------------------------
 
 
-def call_prompt(
-    call: PlannedCall, token_ids: Sequence[int], cache_salt: str | None = None
-) -> TokensInput | MultiModalInput:
-    """The prompt of a call's request: `token_ids`, or with the pictures among its new tokens."""
-    return call.prompt or engine_prompt(token_ids, cache_salt)
+def call_prompt(call: PlannedCall) -> Prompt:
+    """The prompt of a call's request: its new tokens, with the pictures among them."""
+    return call.prompt or engine_prompt(call.token_ids)
 
 
 def engine_prompt(token_ids: Sequence[int], cache_salt: str | None = None) -> TokensInput:

@@ -11,12 +11,13 @@ its pictures were rendered, or waits for its parents, would make that wrong.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from vllm_choreo.api.picture_prompts import cut_prompt
 from vllm_choreo.api.placeholders import check_placeholders, placeholder_of
 from vllm_choreo.api.session import Session
 from vllm_choreo.errors import ChoreoError, TooLongError, UnsupportedOptionError
@@ -25,7 +26,7 @@ from vllm_choreo.semantics.pictures import IMAGE, PARAMETER, pictures_in
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.inputs.engine import MultiModalInput, TokensInput
+    from vllm.inputs.engine import MultiModalInput
     from vllm.renderers import BaseRenderer
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -48,11 +49,8 @@ class _Given:
 
     def prompt(self) -> dict[str, Any]:
         """The prompt as vLLM's renderer takes it; takes time that grows with the pictures."""
-        return {
-            "prompt_token_ids": list(self.token_ids),
-            "multi_modal_data": {IMAGE: self.pictures},
-            "multi_modal_uuids": {IMAGE: [content_id(self.tenant, p) for p in self.pictures]},
-        }
+        shown = named_pictures(self.tenant, {IMAGE: self.pictures}, PARAMETER)
+        return {"prompt_token_ids": list(self.token_ids), **shown}
 
 
 class PictureRenderer:
@@ -105,10 +103,10 @@ class PictureRenderer:
                 parameter=PARAMETER,
                 value=model.model,
             )
-        if self._session.mode == "baseline":
+        if self._session.mode == "baseline" and self._session.entries.is_limited:
             raise UnsupportedOptionError(
-                "a session in baseline mode has no pictures so far: leave them out, or choose "
-                "another mode",
+                "on a server a session in baseline mode has no pictures, which its front end would "
+                "hold: leave them out, choose another mode, or run the program in process",
                 parameter=PARAMETER,
                 value="given",
             )
@@ -128,7 +126,7 @@ class PictureRenderer:
         Raises:
             TooLongError: a picture is too large for the encoder.
         """
-        cut = _cut(prompt, start, len(prompt["prompt_token_ids"]) if stop is None else stop)
+        cut = cut_prompt(prompt, start, stop)
         token_ids = tuple(cut["prompt_token_ids"])
         if cut["type"] == "token":
             return Tokenized(self._decode(token_ids), token_ids)
@@ -168,24 +166,50 @@ def _has_pictures(spec: CallSpec) -> bool:
     return spec.multi_modal_data is not None
 
 
-def _cut(prompt: MultiModalInput, start: int, stop: int) -> TokensInput | MultiModalInput:
-    """Tokens `start … stop-1` of a prompt, with all pictures among them, none of which is cut."""
-    from vllm.inputs.engine import mm_input, tokens_input
-    from vllm.multimodal.inputs import MultiModalKwargsItems
+def pictures_in_data(data: Mapping[str, Any], parameter: str) -> list[object]:
+    """Pictures of what vLLM has loaded of a request.
 
-    token_ids = list(prompt["prompt_token_ids"][start:stop])
-    places = prompt["mm_placeholders"][IMAGE]
-    inside = [n for n, p in enumerate(places) if start < p.offset + p.length and p.offset < stop]
-    assert all(start <= places[n].offset <= stop - places[n].length for n in inside)
-    if not inside:
-        return tokens_input(token_ids)
-    items = [prompt["mm_kwargs"][IMAGE][n] for n in inside]
-    return mm_input(
-        token_ids,
-        MultiModalKwargsItems({IMAGE: items}),
-        {IMAGE: [prompt["mm_hashes"][IMAGE][n] for n in inside]},
-        {IMAGE: [replace(places[n], offset=places[n].offset - start) for n in inside]},
-    )
+    Raises:
+        UnsupportedOptionError: it has sound or videos, or names of pictures in place of them.
+    """
+    if other := [modality for modality in data if modality != IMAGE]:
+        raise UnsupportedOptionError(
+            "messages hold text and pictures: leave videos and sound out",
+            parameter=parameter,
+            value=other,
+        )
+    pictures = [_without_bytes(picture) for picture in data.get(IMAGE) or ()]
+    if any(picture is None for picture in pictures):
+        raise UnsupportedOptionError(
+            "a picture that is sent by its uuid alone may be any: send the picture",
+            parameter=parameter,
+            value="uuid",
+        )
+    return pictures
+
+
+def _without_bytes(picture: object) -> object:
+    from vllm.multimodal.media import MediaWithBytes
+
+    return picture.media if isinstance(picture, MediaWithBytes) else picture
+
+
+def named_pictures(tenant: str, data: Mapping[str, Any], parameter: str) -> dict[str, Any]:
+    """Pictures as vLLM's renderer takes them, each with a name by what it shows and by the tenant.
+
+    Args:
+        data: pictures in the form of vLLM's prompts, loaded.
+        parameter: name of the argument that they come from.
+
+    Raises:
+        UnsupportedOptionError: there is something else among them.
+        ChoreoError: one is no picture.
+    """
+    pictures = pictures_in_data(data, parameter)
+    return {
+        "multi_modal_data": {IMAGE: pictures},
+        "multi_modal_uuids": {IMAGE: [content_id(tenant, picture) for picture in pictures]},
+    }
 
 
 def content_id(tenant: str, picture: object) -> str:

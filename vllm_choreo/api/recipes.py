@@ -7,8 +7,17 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import TYPE_CHECKING, cast
+from weakref import WeakValueDictionary
 
 from vllm_choreo.api.planned import PlannedCall
+
+if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+
+# Name of a picture, its first token and how many stand for it.
+ShownPicture = tuple[str, int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,11 +31,13 @@ class CallRecipe:
         call: call that encodes the message, all of whose tokens are known.
         parents: recipes of the messages that it lists, and of the one that it copies.
         key: name of the encoding: equal for calls of a tenant that encode the same.
+        pictures: pictures among the tokens, in their order.
     """
 
     call: PlannedCall
     parents: tuple[CallRecipe, ...]
     key: bytes
+    pictures: tuple[ShownPicture, ...] = ()
 
     @property
     def id(self) -> str:
@@ -48,6 +59,9 @@ def recipe_of(
     """
     params = replace(call.params, kind="prefill", open_end=False, deny=())
     again = replace(call, token_ids=tuple(token_ids), params=params, sampling_params=None)
+    if call.prompt is not None:  # pictures are in the header of an answer
+        prompt = {**call.prompt, "prompt_token_ids": list(token_ids)}
+        again = replace(again, prompt=cast("MultiModalInput", prompt))
     return bound_recipe(again, recipes)
 
 
@@ -58,7 +72,8 @@ def bound_recipe(call: PlannedCall, recipes: Mapping[str, CallRecipe]) -> CallRe
         recipes: those of the messages that the call names, by id.
     """
     parents = {name: recipes[name] for name in named_by(call)}
-    return CallRecipe(call, tuple(parents.values()), _key(call, parents))
+    pictures = _pictures(call, parents)
+    return CallRecipe(call, tuple(parents.values()), _key(call, parents, pictures), pictures)
 
 
 def named_by(call: PlannedCall) -> list[str]:
@@ -68,7 +83,41 @@ def named_by(call: PlannedCall) -> list[str]:
     return list(dict.fromkeys([*(span.id for span in params.parents), *copied]))
 
 
-def _key(call: PlannedCall, parents: Mapping[str, CallRecipe]) -> bytes:
+def _pictures(call: PlannedCall, parents: Mapping[str, CallRecipe]) -> tuple[ShownPicture, ...]:
+    """Pictures of a call: those that it was given, or those of the message that it copies."""
+    if call.prompt is None:
+        return () if call.params.copy_of is None else parents[call.params.copy_of].pictures
+    (names,), (places,) = call.prompt["mm_hashes"].values(), call.prompt["mm_placeholders"].values()
+    return tuple((n, p.offset, p.length) for n, p in zip(names, places, strict=True))
+
+
+class SharedPictures:
+    """Pictures in recipes: equal ones of a tenant once, for as long as a recipe shows them."""
+
+    def __init__(self) -> None:
+        self._items: WeakValueDictionary[str, MultiModalKwargsItem] = WeakValueDictionary()
+
+    def share(self, call: PlannedCall) -> PlannedCall:
+        """Return the call with the pictures that recipes have by these names."""
+        if call.prompt is None:
+            return call
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        names = call.prompt["mm_hashes"]
+        shared = {
+            modality: [
+                self._items.setdefault(name, item)
+                for name, item in zip(names[modality], items, strict=True)
+            ]
+            for modality, items in call.prompt["mm_kwargs"].items()
+        }
+        prompt = {**call.prompt, "mm_kwargs": MultiModalKwargsItems(shared)}
+        return replace(call, prompt=cast("MultiModalInput", prompt))
+
+
+def _key(
+    call: PlannedCall, parents: Mapping[str, CallRecipe], pictures: tuple[ShownPicture, ...]
+) -> bytes:
     params, adapter = call.params, call.adapter
     spans = [(parents[span.id].key, span.start, span.stop) for span in params.parents]
     content = (
@@ -80,6 +129,7 @@ def _key(call: PlannedCall, parents: Mapping[str, CallRecipe]) -> bytes:
         params.exact,
         params.repair and params.repair.to_json(),
         params.keep_hidden,
+        pictures,
         adapter and (adapter.lora_name, adapter.lora_path),
     )
     digest = blake2b(repr(content).encode(), digest_size=16)

@@ -78,7 +78,7 @@ class Session:
         self.id = options.session_id or secrets.token_hex(16)
         self.mode = options.mode
         self.tenant = options.tenant
-        self.entries = Entries(self.id, options.limits)
+        self.entries = Entries(self.id, options.limits, keeps_pictures=options.mode == "baseline")
         self._tokenizer = tokenizer
         self._model_config = vllm_config.model_config
         self.adapters = SessionAdapters(vllm_config, options)
@@ -326,6 +326,12 @@ class Session:
         start, stop = resolve_span(span.start, span.stop, message.num_tokens, span.id)
         token_ids = message.token_ids[start:stop]
         is_whole = len(token_ids) == message.num_tokens
+        if not is_whole and self.entries.pictures(span.id):
+            raise UnsupportedOptionError(
+                "a message with pictures is encoded anew as a whole: name all of it",
+                parameter="message",
+                value=span.id,
+            )
         return token_ids, message.text if is_whole else self._tokenizer.decode(token_ids)
 
     # -- parents -----------------------------------------------------------------------------

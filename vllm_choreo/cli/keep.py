@@ -137,17 +137,24 @@ def _show(uri: str, key_file: str) -> int:
         damaged += state.startswith("DAMAGED")
         name = message["id"].rpartition("/")[2]
         print(f"{name}: {message['num_tokens']:,} tokens, {state}; {message['text'][:40]!r}")
+    if pictures := manifest.get("pictures", ()):
+        states = [_file_state(folder, picture) for picture in pictures]
+        damaged += sum(state.startswith("DAMAGED") for state in states)
+        print(f"{len(pictures)} pictures: {', '.join(states)}")
     return 1 if damaged else 0
 
 
 def _state(folder: SnapshotFolder, entry: Mapping[str, Any]) -> str:
     """Describe a message's keys and values: a recipe, damaged, or their size."""
+    data = entry["data"]
+    return "a recipe" if data is None else _file_state(folder, data)
+
+
+def _file_state(folder: SnapshotFolder, data: Mapping[str, Any]) -> str:
+    """Describe a file: damaged, or its size."""
     from vllm_choreo.errors import KeptError
     from vllm_choreo.snapshot.streams import ReadAhead
 
-    data = entry["data"]
-    if data is None:
-        return "a recipe"
     try:
         file, size = folder.open(data["file"])
         with folder.naming(data["file"]), ReadAhead(file) as ahead:

@@ -31,12 +31,7 @@ def reason_for_no_pictures(vllm_config: VllmConfig, has_memory: bool) -> str | N
         "of models whose positions have several rows (M-RoPE), pictures were run in messages of "
         f"{', '.join(_GRID_MODELS)} alone": model.uses_mrope
         and model.hf_config.model_type not in _GRID_MODELS,
-        "recipes in front of several engines keep no pictures so far": (
-            vllm_config.parallel_config.data_parallel_size > 1
-        ),
         "models with states take no pictures in messages": model.is_hybrid,
-        "vLLM's model runner V2 was not run with pictures in messages "
-        "(VLLM_USE_V2_MODEL_RUNNER=0 chooses the other one)": vllm_config.use_v2_model_runner,
         "drafters with layers were not run with pictures in messages": has_layers(
             vllm_config.speculative_config
         ),

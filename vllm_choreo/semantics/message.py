@@ -173,7 +173,7 @@ class Saved:
         messages: messages that can be loaded by their names.
         encodings: messages saved with keys and values.
         tokens: tokens of the messages.
-        bytes: size of the keys and values.
+        bytes: size of the keys and values; pictures take more.
     """
 
     messages: int

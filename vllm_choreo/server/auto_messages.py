@@ -10,9 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from vllm.multimodal.cache.base import MultiModalCache
-
 from vllm_choreo.api.pending import Pending
+from vllm_choreo.api.picture_prompts import num_picture_bytes
 from vllm_choreo.api.placeholders import placeholder_of
 from vllm_choreo.chat.matching import ChatPlan, Matching, NewPart, plan_chat
 from vllm_choreo.chat.message_table import Entry, MessageTable
@@ -22,7 +21,6 @@ from vllm_choreo.engine.pictures import reason_for_no_pictures
 from vllm_choreo.errors import ChoreoError, TooLongError
 from vllm_choreo.semantics.call import CallSpec, Tokenized, linked_specs
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.semantics.pictures import IMAGE
 from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.work_pool import WorkPool
 
@@ -168,7 +166,7 @@ class ChatMessages:
         left = []
         for part in new:
             if part.entry.num_bytes:
-                left.append(part)  # files keep no pictures
+                left.append(part)  # no model loads another's pictures
                 continue
             found = await exchange.fetch_part(self.session, part.entry.key, part.token_ids)
             if found is None:
@@ -255,16 +253,6 @@ class ChatMessages:
         elif is_exchanged:
             await self._export(entry, result)
         self.sessions.ended(self.session, "prefill", result)
-
-
-def num_picture_bytes(prompt: EngineInput, start: int, stop: int) -> int:
-    """Bytes that the engine will hold of the pictures that begin in tokens `start … stop-1`."""
-    if prompt["type"] != "multimodal":
-        return 0
-    shown = zip(prompt["mm_placeholders"][IMAGE], prompt["mm_kwargs"][IMAGE], strict=True)
-    return sum(
-        MultiModalCache.get_item_size(item) for place, item in shown if start <= place.offset < stop
-    )
 
 
 def _pieces(

@@ -14,11 +14,12 @@ from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 from vllm_choreo.api.adapters import WithAdapter
+from vllm_choreo.api.pictures import pictures_in_data
 from vllm_choreo.errors import ChoreoError, LimitError, TooLongError, UnsupportedOptionError
 from vllm_choreo.semantics.call import CallSpec, Tokenized
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.server.errors import as_choreo_error
-from vllm_choreo.server.pictures import load_pictures, pictures_in_data
+from vllm_choreo.server.pictures import load_pictures
 from vllm_choreo.server.schemas import (
     MAX_PARENTS,
     CallBody,

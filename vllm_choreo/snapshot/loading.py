@@ -18,6 +18,7 @@ from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.snapshot.byte_bar import ByteBar
 from vllm_choreo.snapshot.manifest import Manifest, checked_manifest, named_files
 from vllm_choreo.snapshot.origin import Origin, by_layer, shape_of
+from vllm_choreo.snapshot.pictures import read_pictures
 from vllm_choreo.snapshot.signature import differences, is_same_text, is_variant
 from vllm_choreo.snapshot.steps import Ask, Steps, operation, session, workers
 from vllm_choreo.snapshot.storage import MANIFEST, SnapshotFolder
@@ -143,9 +144,11 @@ def _load(
     """Load the messages of one manifest; raises as `loading`."""
     kept, target = manifest.kept, into.target
     is_same = _check_origin(kept, target, folder, on_mismatch)
+    pictures = read_pictures(folder, manifest, target.signature, is_same)
     ids = [message["id"] for message in kept["messages"]]
     renamed = yield session(into.names_of, kept["session"], ids)
     recipes = _renamed(kept, renamed)
+    recipes["pictures"] = pictures
     if not is_same and on_mismatch == "variant":
         recipes = _of_other_model(recipes, kept["model"])
     entries = [

@@ -3,18 +3,19 @@
 
     {"sha256": of the rest, as `json.dumps(kept, sort_keys=True)` writes it,
      "hmac": of that digest, with the key of whoever has saved, see `keys.py` | null,
-     "kept": {"format": 5,
+     "kept": {"format": 5, or 6 with pictures,
               "model": see `signature.py`,
               "tenant": digest of the tenant's name, "session": id,
               "adapters": [{"name", "number", "path", "weights": hex}],
               "traces": [{"id", "parents": [trace], "origin": trace | null}],
+              "pictures": [{"name": hash, "file", "bytes", "sha256"}],
               "encodings": [{"message": id, "is_copy", "trace", "adapter": adapter | null,
                              "tokens": [int], "parents": [encoding],
                              "spans": [[start, stop, offset]], "new_offset", "exact",
                              "repaired_tokens", "weights": [temperature, scale] | null,
                              "patch": {"source": encoding, "start", "runs": [[start, stop]],
                                        "layers": [[first, stop]] | null} | null,
-                             "keeps": [layer], "is_untrusted",
+                             "keeps": [layer], "is_untrusted", "pictures": [[picture, start]],
                              "data": {"file", "bytes", "sha256", "stored_position",
                                       "firsts": [token]} | null}],
               "messages": [{as `wire.messages.record_json`, "parents": [[id, start, stop]],
@@ -22,7 +23,8 @@
 
 Numbers stand for entries of the lists, and name earlier ones alone. `firsts` are the first tokens
 that layers have; what was saved before there were KV cache groups of windows has all, and no such
-entry. A file that was damaged, or
+entry. Nor are there `pictures` in what was saved before there were any; `start` is the first token
+of one, below 0 where an encoding begins inside of it. A file that was damaged, or
 that no save has written, is refused here, before any of it reaches the engine.
 
 The digest tells that nothing was damaged, and anybody can make it. The keyed one tells who wrote
@@ -41,6 +43,8 @@ from vllm_choreo.errors import KeptError
 from vllm_choreo.snapshot.storage import MANIFEST, SnapshotFolder
 
 FORMAT = 5
+# With pictures, which whoever reads the other alone would leave out.
+PICTURED_FORMAT = 6
 # So that the key can serve other purposes, too.
 _PURPOSE = b"vllm-choreo kept messages\0"
 _RECORD = {
@@ -124,7 +128,7 @@ def checked_manifest(folder: SnapshotFolder, content: bytes | None = None) -> Ma
         if not isinstance(kept, dict) or digest != _digest(kept):
             raise ValueError("its digest is another")
         is_trusted = _is_written_with(folder.keep_key, digest, found["hmac"])
-        if kept.get("format") != FORMAT:
+        if kept.get("format") not in (FORMAT, PICTURED_FORMAT):
             raise ValueError(f"format {kept.get('format')}, {FORMAT} is needed")
         _check(kept)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -138,8 +142,9 @@ def checked_manifest(folder: SnapshotFolder, content: bytes | None = None) -> Ma
 
 
 def data_files(kept: Mapping[str, Any]) -> set[str]:
-    """Names of the files that hold keys and values."""
-    return {entry["data"]["file"] for entry in kept["encodings"] if entry["data"]}
+    """Names of the files that hold keys and values, and pictures."""
+    data = {entry["data"]["file"] for entry in kept["encodings"] if entry["data"]}
+    return data | {entry["file"] for entry in kept.get("pictures", ())}
 
 
 def _digest(kept: Mapping[str, Any]) -> str:
@@ -169,6 +174,10 @@ def _check(kept: Mapping[str, Any]) -> None:
         _texts(adapter["name"], adapter["path"])
         bytes.fromhex(adapter["weights"])
         _count(adapter["number"])  # 0: another model
+    for picture in kept.get("pictures", ()):
+        _texts(picture["name"], picture["sha256"])
+        _check_file_name(picture["file"])
+        _count(picture["bytes"])
     encodings = kept["encodings"]
     for number, entry in enumerate(encodings):
         _check_encoding(entry, encodings[:number], kept)
@@ -214,6 +223,10 @@ def _check_encoding(
             _run(start, stop, len(tokens))
         if patch["layers"] is not None:
             _check_layers(patch, earlier[patch["source"]]["keeps"])
+    for picture, start in entry.get("pictures", ()):
+        _count(picture, most=len(kept["pictures"]) - 1)
+        if type(start) is not int or start >= len(tokens):
+            raise ValueError("a picture begins among the tokens of its message")
     least = 1
     for layer in entry["keeps"]:
         least = _count(layer, least) + 1

@@ -6,13 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError, TooLongError
+from vllm_choreo.errors import ChoreoError, KeptError, PoolFullError, TooLongError
 from vllm_choreo.semantics.message import Message, Saved
 from vllm_choreo.snapshot.byte_bar import ByteBar
-from vllm_choreo.snapshot.manifest import FORMAT, data_files, manifest_bytes, read_manifest
+from vllm_choreo.snapshot.manifest import (
+    FORMAT,
+    PICTURED_FORMAT,
+    data_files,
+    manifest_bytes,
+    read_manifest,
+)
 from vllm_choreo.snapshot.origin import Origin, by_layer, concat_heads, shape_of
+from vllm_choreo.snapshot.pictures import saving_pictures
 from vllm_choreo.snapshot.steps import Ask, Steps, operation, workers
-from vllm_choreo.snapshot.storage import SnapshotFolder, settle
+from vllm_choreo.snapshot.storage import SnapshotFolder, check_size, settle
 from vllm_choreo.snapshot.streams import Digested
 from vllm_choreo.snapshot.tensors import KVShape, chunks, header_bytes
 from vllm_choreo.wire.messages import record_json
@@ -64,9 +71,12 @@ def _save(
     writer = _Writer(folder, origin, told)
     if encodings:
         yield from writer.write(messages, progress)
-    content = manifest_bytes(_manifest(messages, origin, told, writer.data), folder.keep_key)
     sizes = [data["bytes"] for data in writer.data.values()]
-    check_size(sum(sizes) + len(content), folder.max_bytes)
+    pictures = yield from saving_pictures(folder, told, sum(sizes))
+    kept = _manifest(messages, origin, told, writer.data, pictures)
+    content = manifest_bytes(kept, folder.keep_key)
+    num_bytes = sum(sizes) + sum(picture["bytes"] for picture in pictures) + len(content)
+    check_size(num_bytes, folder.max_bytes)
     folder.publish(content, replaced)
     return Saved(len(messages), len(sizes), sum(m.num_tokens for m in messages), sum(sizes))
 
@@ -84,15 +94,17 @@ def _manifest(
     origin: Origin,
     told: Mapping[str, Any],
     data: Mapping[int, Mapping[str, Any]],
+    pictures: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     recipes = told["recipes"]
     return {
-        "format": FORMAT,
+        "format": PICTURED_FORMAT if pictures else FORMAT,
         "model": origin.signature,
         "tenant": origin.tenant,
         "session": origin.session,
         "adapters": recipes["adapters"],
         "traces": recipes["traces"],
+        "pictures": list(pictures),
         "encodings": [
             {**entry, "data": data.get(number)} for number, entry in enumerate(recipes["encodings"])
         ],
@@ -209,17 +221,6 @@ class _Writer:
             adapter = self._told["recipes"]["adapters"][entry["adapter"]]
             about |= {"adapter": adapter["name"], "adapter_weights": adapter["weights"]}
         return about
-
-
-def check_size(num_bytes: int, max_bytes: float) -> None:
-    """Raise LimitError if there is no room for so many bytes."""
-    if num_bytes > max_bytes:
-        raise LimitError(
-            f"there is room for {int(max_bytes)} bytes more: delete what you have saved, save "
-            "fewer messages, or recipes alone",
-            parameter="max_kept_gib_per_tenant",
-            value=f"{num_bytes} bytes",
-        )
 
 
 def check_mode_keeps(mode: str) -> None:

@@ -6,16 +6,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.kv_dtype import kv_dtype
 from vllm_choreo.trained_adapter import ModelIdentity
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 # What recipes depend on: to another tokenizer the same numbers are other texts.
 _OF_TEXT = "tokenizer"
+_OF_PICTURES = "processor"
+# Files of a model's folder that say how pictures become tensors, and how many tokens these take.
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def signature(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -27,7 +32,8 @@ def signature(vllm_config: VllmConfig) -> dict[str, Any]:
     Returns:
         `name`, for a reader; `weights`, `tokenizer`: digests, see `ModelIdentity`; `architecture`;
         `dtype`, `kv_dtype`, `quantization`; `is_dummy`: the weights are drawn at random;
-        `rotation`: the parameters of RoPE.
+        `rotation`: the parameters of RoPE; `processor`: digest of what makes of pictures what the
+        model is given, on which nothing else depends.
     """
     model = vllm_config.model_config
     base = _base_model(model.model)
@@ -42,10 +48,24 @@ def signature(vllm_config: VllmConfig) -> dict[str, Any]:
         "quantization": model.quantization,
         "is_dummy": str(vllm_config.load_config.load_format) == "dummy",
         "rotation": getattr(text, "rope_parameters", None),
+        _OF_PICTURES: _processor(model),
     }
     # As it is read from a file: with lists for tuples, and texts for other objects.
     plain: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, default=str))
     return plain
+
+
+def _processor(model: ModelConfig) -> str | None:
+    """Digest of a model's processor of pictures; None: it has none."""
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is None:
+        return None
+    digest = blake2b(digest_size=16)
+    digest.update(repr(multimodal.mm_processor_kwargs).encode())
+    for name in _PROCESSOR_FILES:
+        path = Path(model.model) / name
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return f"{model.model if not Path(model.model).is_dir() else ''}{digest.hexdigest()}"
 
 
 @lru_cache(maxsize=8)
@@ -55,7 +75,7 @@ def _base_model(model: str) -> ModelIdentity:
 
 def differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     """Differences between the model whose keys were kept and that of an engine, in words."""
-    names = [name for name in mine if name != "name"]
+    names = [name for name in mine if name not in ("name", _OF_PICTURES)]
     if kept.get("weights") or mine["weights"]:
         found = names
     else:  # nobody knows the weights: then the names must do
@@ -69,7 +89,7 @@ def differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
 
 def is_variant(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
     """Return whether two models differ in their weights alone."""
-    same = [name for name in mine if name not in ("name", "weights")]
+    same = [name for name in mine if name not in ("name", "weights", _OF_PICTURES)]
     return all(_entry(kept, name) == mine[name] for name in same)
 
 

@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from vllm_choreo.errors import KeptError, UnknownKeptError
+from vllm_choreo.errors import KeptError, LimitError, UnknownKeptError
 from vllm_choreo.snapshot import file_locks
 
 MANIFEST = "manifest.json"
@@ -314,6 +314,17 @@ def _is_folder(entry: Mapping[str, Any]) -> bool:
 
 def _disk_bytes(size: int) -> int:
     return max(1, -(-size // _DISK_BLOCK)) * _DISK_BLOCK
+
+
+def check_size(num_bytes: int, max_bytes: float) -> None:
+    """Raise LimitError if there is no room for so many bytes."""
+    if num_bytes > max_bytes:
+        raise LimitError(
+            f"there is room for {int(max_bytes)} bytes more: delete what you have saved, save "
+            "fewer messages, or recipes alone",
+            parameter="max_kept_gib_per_tenant",
+            value=f"{num_bytes} bytes",
+        )
 
 
 def settle(file: IO[bytes]) -> None:

@@ -9,6 +9,7 @@ need to be encoded again: also of messages that are freed, as recipes that no ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from secrets import token_bytes
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_block
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.encoding import Adapter, Encoding, Patch, StoredMessage
 from vllm_choreo.store.hidden import needed
+from vllm_choreo.store.pictures import Picture
 from vllm_choreo.store.store import MessageStore
 
 _Item = TypeVar("_Item")
@@ -25,7 +27,10 @@ _NONCE_BYTES = 16
 
 
 def recipes_of(messages: Sequence[StoredMessage]) -> tuple[list[Encoding], dict[str, Any]]:
-    """Encodings that `messages` have and need, each after those it needs; and as plain data."""
+    """Encodings that `messages` have and need, each after those it needs; and as plain data.
+
+    Of their pictures the plain data has the names (`pictures_of` has the pictures).
+    """
     wanted = [message.own for message in messages]
     wanted += [copy for m in messages for copy in m.copies.values() if not copy.is_orphan]
     encodings = _in_order(wanted, lambda encoding: encoding.recipe)
@@ -33,6 +38,7 @@ def recipes_of(messages: Sequence[StoredMessage]) -> tuple[list[Encoding], dict[
     adapters = list(dict.fromkeys(e.adapter for e in encodings if e.adapter is not None))
     index = {encoding: number for number, encoding in enumerate(encodings)}
     number_of = {trace: number for number, trace in enumerate(traces)}
+    pictures = {picture.content: n for n, picture in enumerate(pictures_of(encodings))}
     return encodings, {
         "adapters": [_adapter_json(adapter) for adapter in adapters],
         "traces": [
@@ -46,12 +52,23 @@ def recipes_of(messages: Sequence[StoredMessage]) -> tuple[list[Encoding], dict[
         "encodings": [
             {
                 **_encoding_json(encoding, index),
+                "pictures": [[pictures[p.content], p.start] for p in encoding.pictures],
                 "trace": number_of[encoding.trace],
                 "adapter": encoding.adapter and adapters.index(encoding.adapter),
             }
             for encoding in encodings
         ],
+        "pictures": [{"name": name} for name in pictures],
     }
+
+
+def pictures_of(encodings: Sequence[Encoding]) -> list[Picture]:
+    """All pictures that encodings show, each once."""
+    found: dict[str, Picture] = {}
+    for encoding in encodings:
+        for picture in encoding.pictures:
+            found.setdefault(picture.content, picture)
+    return list(found.values())
 
 
 def _in_order(wanted: Sequence[_Item], needs: Callable[[_Item], Sequence[_Item]]) -> list[_Item]:
@@ -120,6 +137,7 @@ class Rebuilt:
             others are there as if their messages had been freed.
         session, tenant: the session and tenant of the messages.
         adapter_of: makes the adapter of an entry of `adapters`.
+        pictures: pictures of the entries of `pictures`.
 
     Attributes:
         encodings: encodings in the order of `recipes`.
@@ -134,8 +152,10 @@ class Rebuilt:
         session: str,
         tenant: str,
         adapter_of: Callable[[Mapping[str, Any]], Adapter],
+        pictures: Sequence[Picture] = (),
     ) -> None:
         self._store = store
+        self._pictures = pictures
         self._adapters = [adapter_of(entry) for entry in recipes["adapters"]]
         self._traces: list[Trace] = []
         for entry in recipes["traces"]:
@@ -174,6 +194,10 @@ class Rebuilt:
             patch = Patch(source, entry["patch"]["start"], runs, layers)
         encoding = Encoding(message, trace, adapter, list(entry["tokens"]), parents, patch=patch)
         encoding.plan = self._plan(entry, parents)
+        encoding.pictures = tuple(
+            replace(self._pictures[number], start=start)
+            for number, start in entry.get("pictures", ())
+        )
         encoding.nonce = token_bytes(_NONCE_BYTES) if entry["is_untrusted"] else b""
         if is_own or message.freed:
             message.own = encoding

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.offloading import OFFLOADING
+from tests.engine.pictured import OPTIONS as PICTURE_OPTIONS
+from vllm_choreo.testing.models.pictured import PICTURED_MODELS
 from vllm_choreo.testing.models.tiny import HYBRID_MODELS
 
 # Floats of a token in the tiny models, 3 layers of 2 heads, keys and values of 32 floats; with MLA
 # of one row of 576.
 _TOKEN_FLOATS, _LATENT_FLOATS = 3 * 2 * 64, 3 * 576
 HIDDEN_ROW = 128 * 4  # bytes of a token in a layer
+# Of the largest picture that programs show, in Idefics3: five tiles, with their masks.
+PICTURE_BYTES = 5 * 56 * 56 * (3 * 4 + 8) + 8
 
 # What engines may have, by the names of `Configuration.options`.
 OPTIONS = (
@@ -57,6 +61,8 @@ class Configuration:
         num_groups: KV cache groups that the model's layers are; above 1, layers with windows have
             blocks of their own.
         composes: whether states are composed, of messages in any order.
+        num_held_pictures: pictures of messages for which there is memory, if the model takes any;
+            None: for all.
     """
 
     name: str
@@ -69,6 +75,7 @@ class Configuration:
     kv_cache_dtype: str = "auto"
     num_groups: int = 1
     composes: bool = False
+    num_held_pictures: int | None = None
 
     def __contains__(self, option: str) -> bool:
         return option in self.options
@@ -102,6 +109,11 @@ class Configuration:
         return self.model in HYBRID_MODELS
 
     @property
+    def has_pictures(self) -> bool:
+        """True if the model takes pictures."""
+        return self.model in PICTURED_MODELS
+
+    @property
     def reads_chains(self) -> bool:
         """True if the engine reads chains alone: then all calls are in exact mode."""
         return self.has_states and not self.composes
@@ -133,6 +145,8 @@ class Configuration:
             choreo["composed_states"] = self.composes
         if "share" in self:
             choreo["tenant_share"] = 0.3
+        if self.num_held_pictures is not None:
+            choreo["picture_memory_gib"] = (self.num_held_pictures + 0.5) * PICTURE_BYTES / 2**30
         if self.num_groups > 1:
             choreo["window_groups"] = True
         options: dict[str, Any] = {
@@ -144,6 +158,8 @@ class Configuration:
             "additional_config": {"choreo": choreo},
             "kv_cache_dtype": self.kv_cache_dtype,
         }
+        if self.has_pictures:
+            options |= PICTURE_OPTIONS
         if "adapters" in self:
             options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
         if "chunks" in self:
@@ -199,6 +215,14 @@ CONFIGURATIONS = {
         _made("twins", "host", 21, host_blocks=40, begins_full=True),
         _of_model("latent", "host hidden chunks priority", 41, host_blocks=12, model="deepseek_v3"),
         _of_model("moved", "in_place drafts share host few", 37, model="deepseek_v2"),
+        _of_model("pictures", "hidden host priority chunks share", 25, model="idefics3"),
+        _of_model(
+            *("pictures ahead", "drafts in_place few host", 19),
+            model="idefics3",
+            num_held_pictures=3,
+        ),
+        _of_model("pictures async", "async share few", 17, model="idefics3"),
+        _of_model("rows", "host priority chunks in_place", 19, model="paddleocr_vl_pictured"),
         _of_model("states", "host priority", 21, model="granite_hybrid"),
         _of_model("chains", "async chunks few", 17, model="granite_hybrid"),
         _of_model("composed", "host priority chunks", 21, model="granite_hybrid", composes=True),

@@ -36,6 +36,7 @@ from tests.engine.feature_machine.program import (
     Steps,
     Unpin,
 )
+from tests.engine.feature_machine.shown import drawn as pictures_among
 
 # Around block borders padding changes.
 _LENGTHS = (1, 2, 5, 16, 31, 32, 33, 40, 63, 64, 65, 90, 96, 97)
@@ -165,6 +166,7 @@ class _Generator:
             generate = rng.choice((0, 0, 0, 1, 2, 3, 5))
         if reads is None:
             reads = self._reads(session, generate > 0)
+        is_drawn = text is None
         text = text or self._text(40 if generate else 97)
         options = {**self._options(session, reads, generate), **options}
         if self._configuration.reads_chains:
@@ -179,9 +181,11 @@ class _Generator:
         if options.get("exact"):
             reads = [Read(read.name, read.start, read.stop) for read in reads]
             options.pop("new_offset", None)
+        if is_drawn and self._configuration.has_pictures:
+            options["pictures"] = pictures_among(rng, text[1])
         call = Call(session, name, text, tuple(reads), generate=generate, **options)
         self._add(call)
-        self._names[session][name] = text[1]
+        self._names[session][name] = text[1] + 6 * len(call.pictures)
         if generate:
             self._decodes.add(name)
         return name

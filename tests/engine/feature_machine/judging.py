@@ -14,6 +14,7 @@ from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.ledger import Ledger, Made, is_exact
 from tests.engine.feature_machine.program import TENANTS, Ordinary
+from tests.engine.feature_machine.shown import Shown
 from tests.engine.feature_machine.truth import AnyTruth, StateTruth, Truth
 from tests.engine.fp8_witness import READ_TOLERANCE, Witness
 from tests.engine.oracle import Parent
@@ -29,6 +30,7 @@ class Judge:
     Args:
         core: the engine's, in which keys and values are looked at.
         counts: what could not be judged is counted.
+        shown: tokens of pictures.
         witness: compares what is read and stored in 8 bits, where the truth is one for each request
             alone (see `fp8_witness.py`); None: the truth knows it all.
     """
@@ -39,9 +41,11 @@ class Judge:
         ledger: Ledger,
         core: Any,
         counts: Counter[str],
+        shown: Shown,
         witness: Witness | None = None,
     ) -> None:
         self._witness = witness
+        self._shown = shown
         self._truth = truth
         self._ledger = ledger
         self._core = core
@@ -61,10 +65,11 @@ class Judge:
             if self._witness is not None:
                 self._check_witnessed(output, None)
                 continue
+            header = self._shown.tokens_of(request)
             truth = self._truth.encode(
-                request.adapter, (*request.tokens, *output.outputs[0].token_ids), (), 0
+                request.adapter, (*header, *output.outputs[0].token_ids), (), 0
             )
-            _compare(output.outputs[0], truth, len(request.tokens), True, request)
+            _compare(output.outputs[0], truth, len(header), True, request)
         self._check_contents()
 
     def _check_end(self, made: Made) -> None:
@@ -103,9 +108,10 @@ class Judge:
             return
         if made.is_decode:
             is_greedy = made.call.seed is None
-            _compare(made.answer.outputs[0], made.encoded, len(made.call.tokens), is_greedy, made)
+            _compare(made.answer.outputs[0], made.encoded, len(made.header), is_greedy, made)
         if made.call.scores is not None:
-            _compare_header(made.answer.prompt_logprobs, made.encoded, made)
+            header = self._shown.as_engine(made.header)
+            _compare_header(made.answer.prompt_logprobs, made.encoded, header, made)
         self._check_exact(made)
 
     def _check_exact(self, made: Made) -> None:
@@ -140,7 +146,7 @@ class Judge:
             if not made.is_decode:
                 return
         completion, num_generated = output.outputs[0], len(output.outputs[0].token_ids)
-        num_header = len(made.call.tokens) if made else len(output.prompt_token_ids)
+        num_header = len(made.header) if made else len(output.prompt_token_ids)
         rows = seen.logprobs[num_header - 1 :][:num_generated]
         if len(rows) < num_generated:
             raise Broken("a call has stored fewer tokens than it has read", made or output)
@@ -172,7 +178,7 @@ class Judge:
                 return listed
             runs = truth.runs_by_attention(
                 adapter,
-                made.call.tokens,
+                made.header,
                 listed,
                 made.position,
                 rule.share,
@@ -253,9 +259,8 @@ def _compare_rows(
                 raise Broken("an answer has other log-probabilities than the oracle's", detail)
 
 
-def _compare_header(reported: Any, encoded: Any, made: Made) -> None:
+def _compare_header(reported: Any, encoded: Any, tokens: Sequence[int], made: Made) -> None:
     """Log-probabilities of a call's own tokens against the oracle's; the first one has none."""
-    tokens = made.call.tokens
     if reported is None or len(reported) != len(tokens) or reported[0] is not None:
         raise Broken("as many log-probabilities as own tokens, but for the first", f"{made.call!r}")
     rows = encoded.logprobs()[: len(tokens) - 1]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.ledger import Ledger, Made
 from tests.engine.feature_machine.program import TENANTS, Call, Load, Read, Save
+from tests.engine.feature_machine.shown import Shown
 from vllm_choreo.errors import ChoreoError, error_from_report
 
 
@@ -56,12 +57,16 @@ class Keepings:
     Args:
         vllm_config: the engine's.
         root: of folders, in memory.
+        shown: tokens of pictures.
 
     Attributes:
         num_asked: how often the engine was asked.
     """
 
-    def __init__(self, host: Host, ledger: Ledger, vllm_config: Any, root: str) -> None:
+    def __init__(
+        self, host: Host, ledger: Ledger, vllm_config: Any, root: str, shown: Shown
+    ) -> None:
+        self._shown = shown
         self.num_asked = 0
         self._host = host
         self._ledger = ledger
@@ -94,7 +99,7 @@ class Keepings:
             if type(result).__name__ not in may:
                 raise result
 
-        messages = [_message(made) for made in chosen.values()]
+        messages = [_message(made, self._shown) for made in chosen.values()]
         origin = self._origin(save.session)
         steps = saving(messages, self._folder(save.key), origin, save.encodings, False)
         self._begin(_Keeping(steps, save.session, save.key, done), save.asks)
@@ -139,8 +144,12 @@ class Keepings:
             error = type(result).__name__ if isinstance(result, BaseException) else None
             if self._host.num_closed(session) != num_closed:
                 may.add("ChoreoError")
-            if self._ledger.may_fill_hidden_memory():
+            if self._ledger.may_fill_hidden_memory() or self._ledger.may_fill_picture_memory():
                 may.add("LimitError")
+            if load.is_foreign and self._ledger.shows_pictures(self._ledger.made):
+                may.add("KeptError")  # a copy that was saved with them may need some
+            if load.is_foreign and self._ledger.shows_pictures(loaded):
+                must.add("KeptError")
             if is_taken():  # by a call that came while this was under way
                 may.add("NameTakenError")
             if error is None and (must or not loaded):
@@ -288,16 +297,17 @@ def _signature(vllm_config: Any) -> Any:
     return _signatures[id(vllm_config)]
 
 
-def _message(made: Made) -> Any:
+def _message(made: Made, shown: Shown) -> Any:
     """What a client has of a message."""
     from vllm_choreo.semantics.message import Message, Metrics, Usage
 
     assert made.tokens is not None
+    tokens = shown.as_engine(made.tokens)
     return Message(
         id=made.id,
         text="",
-        token_ids=made.tokens,
-        num_tokens=len(made.tokens),
+        token_ids=tokens,
+        num_tokens=len(tokens),
         position=made.position,
         parents=(),
         generated_text="",

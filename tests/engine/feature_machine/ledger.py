@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.engine.feature_machine.program import TENANTS, Call, Read
+from tests.engine.feature_machine.shown import Shown, has_pictures
 from vllm_choreo.repair.rules import ByAttention, ByLayers, Reweighted, Rule, Seen, rule_of
 
 NUM_LAYERS = 3  # of the tiny models
@@ -29,6 +30,7 @@ class Limits:
         min_run_tokens: that a repaired run needs.
         block_size: tokens of a block.
         cuts_parents: whether a repaired parent is read in two, encoded once more for that.
+        num_held_pictures: pictures for which there is memory, of all tenants; None: for all.
     """
 
     num_blocks: int
@@ -38,6 +40,7 @@ class Limits:
     min_run_tokens: int
     block_size: int
     cuts_parents: bool = False
+    num_held_pictures: int | None = None
 
     def blocks_of(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
@@ -51,6 +54,7 @@ class Made:
     Attributes:
         id: of the message, in the engine.
         parents: what its call lists, where the session had it.
+        header: its call's own tokens, those of its pictures among them.
         tokens: once they are known.
         state: "running"; "open": generated, but the client has not told where it ends; "made";
             "failed".
@@ -64,6 +68,7 @@ class Made:
         has_data: it was loaded with keys and values.
         is_given: these came from somebody who is not trusted.
         spans: once all parents are known: `(start, stop, offset)` of each.
+        lengths: positions that each of them takes.
         position: of its first token.
         links: what it reads for its parents: messages as they were made, or copies of them.
         encoded: what the oracle says; None: nobody can tell.
@@ -71,6 +76,7 @@ class Made:
 
     call: Call
     id: str
+    header: tuple[int, ...]
     parents: list[tuple[Made, Read]] = field(default_factory=list)
     tokens: tuple[int, ...] | None = None
     state: str = "running"
@@ -87,6 +93,7 @@ class Made:
     has_data: bool = False
     is_given: bool = False
     spans: list[tuple[int, int, int]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     position: int = 0
     links: list[tuple[Any, int, int]] = field(default_factory=list, repr=False)
     encoded: Any = field(default=None, repr=False)
@@ -103,7 +110,7 @@ class Made:
 
     @property
     def most_tokens(self) -> int:
-        return len(self.tokens) if self.tokens else self.call.text[1] + self.call.generate
+        return len(self.tokens) if self.tokens else len(self.header) + self.call.generate
 
     @property
     def rule(self) -> Rule | None:
@@ -119,12 +126,16 @@ def _has_failed(made: Made) -> bool:
 class Ledger:
     """The messages of a program, by name.
 
+    Args:
+        shown: tokens of their pictures.
+
     Attributes:
         made: all that ever were, in order.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, shown: Shown) -> None:
         self.limits = limits
+        self._shown = shown
         self.made: list[Made] = []
         self._names: dict[str, dict[str, Made]] = {session: {} for session in TENANTS}
 
@@ -149,7 +160,7 @@ class Ledger:
 
     def open(self, call: Call) -> Made:
         """A call arrives; what is wrong at once is in `must`."""
-        made = Made(call, f"{call.session}/{call.name}")
+        made = Made(call, f"{call.session}/{call.name}", self._shown.tokens_of(call))
         self.made.append(made)
         self._link(made)
         existing = self.find(call.session, call.name)
@@ -164,8 +175,10 @@ class Ledger:
             (made.must if is_certain else made.may).add("DeniedMessageError")
         if call.keep:
             self._check_hidden(made)
+        if call.pictures and self.may_fill_picture_memory():
+            made.may.add("LimitError")
         if not call.generate:
-            made.tokens = call.tokens
+            made.tokens = made.header
         return made
 
     def load(
@@ -180,7 +193,8 @@ class Ledger:
         ids = {made.id: f"{session}/{name}" for name, made in sources.items()}
         siblings: dict[Made, Made] = {}
         for name, source in sources.items():
-            made = Made(replace(source.call, session=session, name=name), ids[source.id])
+            call = replace(source.call, session=session, name=name)
+            made = Made(call, ids[source.id], source.header)
             made.source, made.siblings, made.state = source, siblings, "loading"
             made.tokens, made.parents = source.tokens, source.parents
             made.has_data, made.is_given = has_data, has_data and is_foreign
@@ -207,6 +221,9 @@ class Ledger:
                 made.must.add("UnknownMessageError")
             else:
                 made.text_history = frozenset({origin.id}) | origin.text_history
+                if has_pictures(made.header) or has_pictures(origin.header):
+                    # It has the pictures of what it copies, all of which is named by its tokens.
+                    made.must.add("UnsupportedOptionError")
         made.history = frozenset(histories) | made.text_history
 
     def _check_hidden(self, made: Made) -> None:
@@ -219,10 +236,35 @@ class Ledger:
         if self.may_fill_hidden_memory():
             made.may.add("LimitError")
 
+    def _cuts_rows(self, tokens: Sequence[int], start: int, stop: int) -> bool:
+        """Whether a part of a message has positions that its tokens do not tell."""
+        if not self._shown.has_rows or stop - start == len(tokens):
+            return False
+        return has_pictures(tokens[:stop])
+
+    def _shows_what_is_not_repaired(self, made: Made) -> bool:
+        """Whether there are pictures in the call, or its parents, that its rule cannot do with."""
+        if made.rule is None:
+            return False
+        involved = (made.header, *(parent.header for parent, _ in made.parents))
+        is_staged = isinstance(made.rule, (ByAttention, ByLayers))
+        return (is_staged or self._shown.has_rows) and any(map(has_pictures, involved))
+
     def may_fill_hidden_memory(self) -> bool:
         """Whether there is too little for all that ever kept some, as if nothing had been freed."""
         kept = [other for other in self.made if other.call.keep]
         return sum(map(self.hidden_bytes_of, kept)) > self.limits.hidden_bytes
+
+    def shows_pictures(self, chosen: Iterable[Made]) -> bool:
+        """Whether messages have pictures, or were made behind any that have."""
+        needed = (one for made in chosen for one in (made, *ancestors(made)))
+        return any(has_pictures(one.header) for one in needed)
+
+    def may_fill_picture_memory(self) -> bool:
+        """Whether there is too little for all pictures ever shown, as if nothing was given up."""
+        shown = {(TENANTS[m.call.session], n) for m in self.made for _, n in m.call.pictures}
+        most = self.limits.num_held_pictures
+        return most is not None and len(shown) > most
 
     def may_lack_hidden_states(self, made: Made) -> bool:
         """Whether it may take hidden states of what was given up, for which there is no room.
@@ -258,7 +300,8 @@ class Ledger:
         """
         if made.source is not None:
             source = made.source
-            made.spans, made.position = source.spans, source.position
+            made.spans, made.lengths = source.spans, source.lengths
+            made.position = source.position
             made.is_given |= made.has_data and source.is_untrusted
             # Whatever else came with it is there under no name.
             made.links = [
@@ -284,10 +327,17 @@ class Ledger:
                 made.must.add("SpanError")
                 if isinstance(made.rule, (ByAttention, ByLayers)) and not self.limits.hidden_bytes:
                     made.may.add("UnsupportedOptionError")
+                if self._shows_what_is_not_repaired(made):
+                    made.may.add("RepairError")
+                return False
+            if self._cuts_rows(parent.tokens, start, stop):
+                made.must.add("SpanError")
                 return False
             offset = end if read.offset is None else read.offset
+            part = parent.tokens[start:stop]
             made.spans.append((start, stop, offset))
-            end = offset + stop - start
+            made.lengths.append(self._shown.num_positions(part))
+            end = offset + made.lengths[-1]
         made.position = end if made.call.new_offset is None else made.call.new_offset
         self._check_places(made)
         self._check_repair(made)
@@ -300,7 +350,7 @@ class Ledger:
 
     def _check_places(self, made: Made) -> None:
         limits, spans = self.limits, made.spans
-        if made.call.exact and not _is_text(spans, made.position):
+        if made.call.exact and not _is_text(made):
             made.must.add("OffsetError")
         if made.call.exact:
             spans = [(0, stop - start, offset) for start, stop, offset in spans]
@@ -310,7 +360,7 @@ class Ledger:
         rooms = {1, 2} if made.is_decode else {1}
         for room in rooms:
             errors = made.must if room == min(rooms) else made.may
-            own = made.call.text[1] + room
+            own = len(made.header) + room
             if base + own > limits.max_model_len:
                 errors.add("TooLongError")
             if made.position + own > limits.max_model_len:
@@ -319,7 +369,7 @@ class Ledger:
             made.must.add("OffsetError")
         if limits.cuts_parents and made.rule is not None:
             # Each takes a block more, so does the rest of each behind what its message read.
-            own = made.call.text[1] + max(rooms)
+            own = len(made.header) + max(rooms)
             behind = [(p.spans, p.most_tokens + 1) for p, _ in made.parents]
             for read, count in [(spans, own), *behind]:
                 blocks = sum(limits.blocks_of(stop) + 1 for _, stop, _ in read) + 1
@@ -330,7 +380,11 @@ class Ledger:
         rule, limits = made.rule, self.limits
         if rule is None:
             return
-        if isinstance(rule, (ByAttention, ByLayers)) and not limits.hidden_bytes:
+        is_staged = isinstance(rule, (ByAttention, ByLayers))
+        if self._shows_what_is_not_repaired(made):
+            made.must.add("RepairError")
+            return
+        if is_staged and not limits.hidden_bytes:
             made.must.add("UnsupportedOptionError")
             return
         if isinstance(rule, ByLayers):
@@ -429,7 +483,7 @@ class Ledger:
                 needed += sum(blocks_of(parent.most_tokens) for parent, _ in one.parents)
                 if self.limits.cuts_parents:
                     needed += sum(blocks_of(parent.most_tokens) + 2 for parent, _ in one.parents)
-                needed += blocks_of(one.call.text[1])  # to look at them
+                needed += blocks_of(len(one.header))  # to look at them
         return needed
 
 
@@ -473,7 +527,7 @@ def is_exact(made: Made) -> bool:
     """Whether the call gives what a request on the concatenated text gives, by recipes alone."""
     if isinstance(made.rule, Reweighted) and len(made.links) > 1:
         return False
-    if not _is_text(made.spans, made.position):
+    if not _is_text(made):
         return False
     for number, (link, (_, _, offset)) in enumerate(zip(made.links, made.spans, strict=True)):
         of, start, _ = link
@@ -499,9 +553,10 @@ def _is_untrusted(link: tuple[Any, int, int]) -> bool:
     return kind is not None and any(map(_is_untrusted, parts[2])) | parts[1].is_untrusted
 
 
-def _is_text(spans: Sequence[tuple[int, int, int]], position: int) -> bool:
-    ends = [offset + stop - start for start, stop, offset in spans]
-    return ends == [*(offset for *_, offset in spans[1:]), position][: len(ends)]
+def _is_text(made: Made) -> bool:
+    offsets = [offset for *_, offset in made.spans]
+    ends = [offset + length for offset, length in zip(offsets, made.lengths, strict=True)]
+    return ends == [*offsets[1:], made.position][: len(ends)]
 
 
 def _never_was(failed: Made) -> bool:

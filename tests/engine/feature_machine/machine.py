@@ -19,6 +19,7 @@ from tests.engine.feature_machine.configurations import (
 )
 from tests.engine.feature_machine.program import Operation
 from tests.engine.feature_machine.running import Run
+from tests.engine.feature_machine.shown import Shown
 from tests.engine.feature_machine.truth import AnyTruth, StateTruth, TextTruth, Truth
 from tests.engine.fp8_witness import Witness
 from tests.engine.state_oracle import StateOracle
@@ -33,6 +34,7 @@ class Machine:
         llm: vLLM's.
         adapters: vLLM's requests for them, by number from 1.
         witness: of what is read and stored in 8 bits.
+        shown: pictures that programs show.
         counts: what happened in all programs.
         is_clean: whether the engine is as new; not so after a program that failed.
     """
@@ -44,6 +46,7 @@ class Machine:
     counts: Counter[str] = field(default_factory=Counter)
     is_clean: bool = True
     witness: Witness | None = None
+    shown: Shown = field(default_factory=Shown)
 
     def run(self, operations: Iterable[Operation]) -> None:
         """Run a program and check all of it.
@@ -78,7 +81,7 @@ class Machine:
 
     def _run(self) -> Run:
         given = (self.llm, self.configuration, self.truth, self.adapters, self.counts)
-        return Run(*given, self.witness)
+        return Run(*given, self.shown, self.witness)
 
 
 def start_machine(
@@ -101,6 +104,7 @@ def start_machine(
     for number in range(1, configuration.num_adapters + 1):
         adapters.append(Adapter(model_path, Path(tempfile.mkdtemp(dir=folder)), number))
     truth: AnyTruth
+    shown = Shown()
     if configuration.composes:
         truth = StateTruth(StateOracle(model_path))
     elif configuration.has_states:
@@ -108,10 +112,11 @@ def start_machine(
     else:
         oracles = [oracle(model_path), *(adapter.oracle for adapter in adapters)]
         truth = Truth(oracles, configuration.block_size)
+        shown = getattr(oracles[0], "shown", shown)
     with scheduling_of(configuration):
         llm = start_engine(model_path, **configuration.engine_options(model_path))
     requests = [adapter.request for adapter in adapters]
-    machine = Machine(configuration, llm, truth, requests)
+    machine = Machine(configuration, llm, truth, requests, shown=shown)
     if "fp8" in configuration:
         machine.witness = Witness(llm, dict(enumerate(oracles)))
     return machine

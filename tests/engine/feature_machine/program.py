@@ -65,6 +65,7 @@ class Call(_Printed):
         seed: greedy without.
         scores: so many of the likeliest tokens are told at each of its own tokens; None: none.
         end_after: steps until the client tells where a call with stop strings ends.
+        pictures: place among its own tokens and number of each picture, in their order.
     """
 
     session: str
@@ -85,6 +86,7 @@ class Call(_Printed):
     scores: int | None = None
     priority: int = 0
     end_after: int = 0
+    pictures: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -100,6 +102,7 @@ class Ordinary(_Printed):
     generate: int = 1
     adapter: int = 0
     priority: int = 0
+    pictures: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> tuple[int, ...]:

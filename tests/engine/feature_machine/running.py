@@ -34,6 +34,7 @@ from tests.engine.feature_machine.program import (
     Steps,
     Unpin,
 )
+from tests.engine.feature_machine.shown import Shown
 from tests.engine.feature_machine.truth import AnyTruth
 from tests.engine.fp8_witness import Witness
 from vllm_choreo.errors import ChoreoError
@@ -51,6 +52,7 @@ class Run:
         llm: the engine; as new.
         adapters: vLLM's requests for them, by number from 1.
         counts: what happens is counted.
+        shown: pictures that programs show.
         witness: compares what is read and stored in 8 bits; None: the truth knows it all.
     """
 
@@ -61,6 +63,7 @@ class Run:
         truth: AnyTruth,
         adapters: Sequence[Any],
         counts: Counter[str],
+        shown: Shown,
         witness: Witness | None = None,
     ) -> None:
         self._witness = witness
@@ -78,11 +81,13 @@ class Run:
             2 if configuration.speculates else 1,
             configuration.block_size,
             cuts_parents=configuration.composes,
+            num_held_pictures=configuration.num_held_pictures,
         )
-        self._ledger = Ledger(limits)
-        self._judge = Judge(truth, self._ledger, self._core, counts, witness)
+        self._ledger = Ledger(limits, shown)
+        self._shown = shown
+        self._judge = Judge(truth, self._ledger, self._core, counts, shown, witness)
         self._keepings = Keepings(
-            self, self._ledger, self._engine.vllm_config, f"feature-machine-{id(self)}"
+            self, self._ledger, self._engine.vllm_config, f"feature-machine-{id(self)}", shown
         )
         self._running: dict[str, Made | Ordinary] = {}  # by request
         self._request_ids: set[str] = set()  # of all calls
@@ -126,8 +131,6 @@ class Run:
         """A call arrives at the engine."""
         from vllm.exceptions import VLLMValidationError
 
-        from vllm_choreo.api.outcomes import engine_prompt
-
         made = self._ledger.open(call)
         # A name is given again when its message is gone; what was seen of a request goes by its id.
         request_id, number = made.id, 0
@@ -137,7 +140,7 @@ class Run:
         try:
             self._engine.add_request(
                 request_id,
-                engine_prompt(call.tokens),
+                self._shown.prompt(self._engine, call, TENANTS[call.session]),
                 _params(made).apply(_sampling(call)),
                 lora_request=self._adapter(call.adapter),
                 priority=call.priority,
@@ -159,15 +162,13 @@ class Run:
         return self._adapters[number - 1] if number else None
 
     def _ordinary(self, ordinary: Ordinary) -> None:
-        from vllm_choreo.api.outcomes import engine_prompt
-
         if ordinary.name in self._running:
             return
         self._counts["ordinary"] += 1
         call = Call("a", ordinary.name, ordinary.text, generate=ordinary.generate)
         self._engine.add_request(
             ordinary.name,
-            engine_prompt(ordinary.tokens),
+            self._shown.prompt(self._engine, ordinary, ""),
             _sampling(call),
             lora_request=self._adapter(ordinary.adapter),
             priority=ordinary.priority,
@@ -275,14 +276,14 @@ class Run:
 
     def _end(self, made: Made) -> None:
         """The client tells where a call with stop strings ends."""
-        count = len(made.call.tokens) + len(made.answer.outputs[0].token_ids)
+        count = len(made.header) + len(made.answer.outputs[0].token_ids)
         self.operation("end", made.call.session, made.id, count)
         self._complete(made)
 
     def _complete(self, made: Made) -> None:
         made.state = "made"
         if made.is_decode:
-            made.tokens = (*made.call.tokens, *made.answer.outputs[0].token_ids)
+            made.tokens = (*made.header, *made.answer.outputs[0].token_ids)
 
     # -- between steps ---------------------------------------------------------------------
 
@@ -353,6 +354,9 @@ class Run:
 
     def _reset(self, reset: Reset) -> None:
         self._llm.reset_prefix_cache()
+        if self._shown.has_pictures and not self._is_busy():
+            self._engine.reset_mm_cache()
+            self._engine.reset_encoder_cache()
 
     def _save(self, save: Save) -> None:
         self._counts["saves"] += self._keepings.save(save)

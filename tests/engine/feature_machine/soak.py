@@ -100,16 +100,24 @@ class Engines:
         return None
 
     def _model(self, name: str) -> Path:
+        from vllm_choreo.testing.models.pictured import PICTURED_MODELS
         from vllm_choreo.testing.models.tiny import make_tiny_model
 
         path = self._folder / name
-        return path if path.exists() else make_tiny_model(name, self._folder)
+        if path.exists():
+            return path
+        if name in PICTURED_MODELS:
+            return PICTURED_MODELS[name](self._folder)
+        return make_tiny_model(name, self._folder)
 
     def _oracle(self, path: Path) -> Any:
+        from tests.engine.feature_machine.shown_oracle import ShownOracle
         from tests.engine.oracle import Oracle
+        from vllm_choreo.testing.models.pictured import PICTURED_MODELS
 
         if path not in self._oracles:
-            self._oracles[path] = Oracle(path)
+            make = ShownOracle if path.name in PICTURED_MODELS else Oracle
+            self._oracles[path] = make(path)
         return self._oracles[path]
 
 

@@ -17,7 +17,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from vllm_choreo.engine.scheduler.pictures import PictureRules, features_at
+from vllm_choreo.engine.scheduler.pictures import PictureRules, copied_pictures, features_at
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.store.pictures import Picture, PictureMemory, cut_pictures
 
@@ -32,14 +32,10 @@ def _config(**model: Any) -> Any:
     }
     engine = {
         name: model.pop(name, None)
-        for name in (
-            *("use_v2_model_runner", "speculative_config"),
-            *("kv_transfer_config", "ec_transfer_config"),
-        )
+        for name in (*("speculative_config", "kv_transfer_config", "ec_transfer_config"),)
     }
-    parallel = SimpleNamespace(data_parallel_size=model.pop("data_parallel_size", 1))
     model_config = SimpleNamespace(**{**options, **model})
-    return SimpleNamespace(model_config=model_config, parallel_config=parallel, **engine)
+    return SimpleNamespace(model_config=model_config, **engine)
 
 
 def _rows(model_type: str) -> dict[str, Any]:
@@ -77,9 +73,7 @@ def _request(*features: MultiModalFeatureSpec) -> Any:
         ({"multimodal_config": None}, "takes no pictures"),
         ({"is_mm_prefix_lm": True}, "attend to one another"),
         (_rows("qwen2_vl"), r"several rows \(M-RoPE\).* of paddleocr_vl alone"),
-        ({"data_parallel_size": 2}, "several engines"),
         ({"is_hybrid": True}, "models with states"),
-        ({"use_v2_model_runner": True}, "runner V2"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "drafters with layers"),
         ({"kv_transfer_config": object()}, "connectors"),
         ({"ec_transfer_config": object()}, "connectors"),
@@ -137,6 +131,17 @@ def test_features_lie_where_tokens_are_run() -> None:
     assert [f.mm_position.offset for f in features_at(pictures, 0, 60)] == [-4, 20]
     assert [f.mm_position.offset for f in features_at(pictures, 64, 200)] == [50, 60, 84, 124]
     assert feature.mm_position.offset == 3, "vLLM's own is left as it is"
+
+
+def test_what_is_encoded_anew_has_its_own_pictures() -> None:
+    pictures = (Picture(0, 2, "a"),)
+    message = SimpleNamespace(id="doc")
+    origin: Any = SimpleNamespace(pictures=pictures, token_ids=[5, 5, 7], message=message)
+    assert copied_pictures(origin, (5, 5, 7), ()) == pictures
+    with pytest.raises(UnsupportedOptionError, match="as a whole"):
+        copied_pictures(origin, (5, 5), ())
+    with pytest.raises(UnsupportedOptionError, match="leave others out"):
+        copied_pictures(origin, (5, 5, 7), pictures)
 
 
 def test_parts_have_the_pictures_that_they_cut() -> None:

@@ -16,6 +16,9 @@ from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.store import MessageStore
 
+ADAPTERS: Any = SimpleNamespace()
+NO_PICTURES: Any = None
+
 
 @pytest.mark.parametrize("is_trusted", [True, False])
 def test_only_who_is_trusted_names_a_path_that_is_looked_at(
@@ -32,7 +35,7 @@ def test_only_who_is_trusted_names_a_path_that_is_looked_at(
     )
     pool: Any = Pool()
     config: Any = object()
-    server = SnapshotServer(MessageStore(pool, SIZE), pool, adapters, 100, config)
+    server = SnapshotServer(MessageStore(pool, SIZE), pool, adapters, 100, config, NO_PICTURES)
     entry = {"number": 1, "name": "a", "path": "/dev/zero", "weights": "ab"}
     found = server._adapter({**entry, "is_trusted": is_trusted})
     assert found.weights == b"\xab"
@@ -42,7 +45,7 @@ def test_only_who_is_trusted_names_a_path_that_is_looked_at(
 def test_layers_with_blocks_of_their_own_get_what_they_keep() -> None:
     pool = BlockPool(20, enable_caching=False, hash_block_size=SIZE)
     store = MessageStore(pool, SIZE, windows=(None, 2))
-    server = SnapshotServer(store, pool, SimpleNamespace(), 100, None)  # type: ignore[arg-type]
+    server = SnapshotServer(store, pool, ADAPTERS, 100, None, NO_PICTURES)
 
     def allocate(number: int, name: str) -> dict[str, Any]:
         encoding = store.create("s", name).own

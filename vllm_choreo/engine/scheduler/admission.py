@@ -24,6 +24,9 @@ class Admission:
     Args:
         vllm_config: the engine's configuration.
         num_cache_groups: kinds of KV cache that its layers have.
+
+    Attributes:
+        picture_rules: rules for the pictures of calls.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Admission:
         self._adapters = adapters
         self._vllm_config = vllm_config
         self._num_cache_groups = num_cache_groups
-        self._picture_rules = PictureRules(vllm_config, call_table.store.pictures)
+        self.picture_rules = PictureRules(vllm_config, call_table.store.pictures)
 
     def admit(self, request: Request) -> None:
         """Admit a request if it is a call.
@@ -52,7 +55,7 @@ class Admission:
         self._check_engine()
         params = ChoreoParams.from_extra_args(extra_args)
         _check_options(request)
-        pictures = self._picture_rules.pictures_of(request, params.tenant)
+        pictures = self.picture_rules.pictures_of(request, params.tenant)
         self._call_table.open(request, params, self._adapters.identify(request), pictures)
 
     def _check_engine(self) -> None:

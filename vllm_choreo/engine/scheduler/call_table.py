@@ -113,7 +113,7 @@ class CallTable:
         trace = trace_of(name, traces, params.exact, origin.trace if origin else None)
         trace.check(params.deny)
         if origin is not None:
-            pictures = copied_pictures(origin, request.prompt_token_ids or ())
+            pictures = copied_pictures(origin, request.prompt_token_ids or (), pictures)
         most_tokens = request.num_prompt_tokens + (request.max_tokens * (params.kind == "decode"))
         most_tokens = min(most_tokens, self.max_model_len)
         check_memory(self.store.hidden, params.keep_hidden, most_tokens)

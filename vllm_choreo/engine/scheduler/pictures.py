@@ -8,13 +8,14 @@ pictures are put there again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.multimodal.cache.base import MultiModalCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
+from vllm_choreo.engine.picture_files import picture_bytes, picture_of
 from vllm_choreo.engine.pictures import reason_for_no_pictures
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.semantics.pictures import PARAMETER
@@ -53,10 +54,7 @@ class PictureRules:
         features = request.mm_features
         if not features:
             return ()
-        if self._reason is not None:
-            raise UnsupportedOptionError(
-                f"{self._reason}; leave pictures out", parameter=PARAMETER, value="given"
-            )
+        self._check(PARAMETER)
         for feature in features:
             if feature.modality != "image" or feature.data is None:
                 raise UnsupportedOptionError(
@@ -65,6 +63,27 @@ class PictureRules:
                     value=feature.modality,
                 )
         return tuple(self._picture(feature, tenant) for feature in features)
+
+    def loaded(self, found: Sequence[Mapping[str, Any]], tenant: str) -> list[Picture]:
+        """Pictures of messages that are loaded, as the first tokens of each.
+
+        Args:
+            found: `name` and `content` of each, see `engine/picture_files.py`.
+
+        Raises:
+            KeptError: one is damaged.
+            UnsupportedOptionError, LimitError: as `pictures_of`.
+        """
+        if found:
+            self._check("uri")
+        features = [picture_of(entry["content"], entry["name"]) for entry in found]
+        return [self._picture(feature, tenant) for feature in features]
+
+    def _check(self, parameter: str) -> None:
+        if self._reason is not None:
+            raise UnsupportedOptionError(
+                f"{self._reason}; leave pictures out", parameter=parameter, value="given"
+            )
 
     def _picture(self, feature: MultiModalFeatureSpec, tenant: str) -> Picture:
         place, data, num_positions = feature.mm_position, feature.data, None
@@ -76,6 +95,24 @@ class PictureRules:
             frames, height, width = data["image_grid_thw"].data.flatten().tolist()
             num_positions = max(frames, height // self._merge_size, width // self._merge_size)
         return Picture(place.offset, place.length, feature.identifier, num_positions, feature, held)
+
+
+def saved_picture(picture: Picture) -> bytes:
+    """Bytes of a picture, for files.
+
+    Raises:
+        UnsupportedOptionError: files do not hold such a one.
+    """
+    feature = cast("MultiModalFeatureSpec", picture.feature)
+    if feature.mm_hash not in (None, feature.identifier):
+        raise UnsupportedOptionError(
+            "an adapter of the model's encoder of pictures has made what a message shows, and "
+            "files name pictures without: start the engine without adapters of the encoder "
+            "(enable_tower_connector_lora), or save messages that have no pictures",
+            parameter="messages",
+            value=feature.identifier,
+        )
+    return picture_bytes(feature)
 
 
 def features_at(
@@ -97,12 +134,23 @@ def features_at(
     return features
 
 
-def copied_pictures(origin: Encoding, token_ids: Sequence[int]) -> tuple[Picture, ...]:
+def copied_pictures(
+    origin: Encoding, token_ids: Sequence[int], given: Sequence[Picture]
+) -> tuple[Picture, ...]:
     """Pictures of a message that has the tokens of `origin`, encoded anew.
 
+    Args:
+        given: pictures that came with the call.
+
     Raises:
-        UnsupportedOptionError: it has a part of them alone.
+        UnsupportedOptionError: it has a part of them alone, or some came with the call.
     """
+    if given:
+        raise UnsupportedOptionError(
+            "what is encoded anew has the pictures of copy_of: leave others out",
+            parameter=PARAMETER,
+            value=f"{len(given)} pictures",
+        )
     if origin.pictures and list(token_ids) != origin.token_ids:
         raise UnsupportedOptionError(
             "a message with pictures is encoded anew as a whole: name all of it",

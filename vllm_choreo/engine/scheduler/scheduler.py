@@ -134,6 +134,7 @@ class _Choreographed(Scheduler):
             adapters,
             self.max_model_len,
             self.vllm_config.lora_config,
+            self.admission.picture_rules,
             self._may_write_free_blocks,
             can_turn_keys=not is_quantized(self.vllm_config),
         )

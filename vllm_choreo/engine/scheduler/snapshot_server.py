@@ -22,13 +22,15 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm_choreo.engine.lora import check_loadable
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.composing import check_loaded
-from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
+from vllm_choreo.engine.scheduler.pictures import PictureRules, saved_picture
+from vllm_choreo.errors import AdapterError, ChoreoError
 from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
 from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.groups import Blocks
-from vllm_choreo.store.recipes import Rebuilt, recipes_of
+from vllm_choreo.store.pictures import Picture
+from vllm_choreo.store.recipes import Rebuilt, pictures_of, recipes_of
 from vllm_choreo.store.store import MessageStore
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class SnapshotServer:
     Args:
         max_model_len: tokens of the longest message that could be encoded again.
         lora_config: the engine's options of adapters; None: it takes none.
+        picture_rules: rules for pictures that are loaded.
         may_write: returns whether free blocks may be written between two steps: no KV connector
             still reads them.
         can_turn_keys: whether keys may be rotated where they lie, as a patch of them may need.
@@ -53,6 +56,7 @@ class SnapshotServer:
         adapters: Adapters,
         max_model_len: int,
         lora_config: LoRAConfig | None,
+        picture_rules: PictureRules,
         may_write: Callable[[], bool] = lambda: True,
         can_turn_keys: bool = True,
     ) -> None:
@@ -62,10 +66,12 @@ class SnapshotServer:
         self._adapters = adapters
         self._max_model_len = max_model_len
         self._lora_config = lora_config
+        self._picture_rules = picture_rules
         self._can_turn_keys = can_turn_keys
         self._tickets = itertools.count()
         # Each with the layers of which it had hidden states: who saves it counts on them.
         self._described: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
+        self._pictures: dict[int, list[Picture]] = {}
         self._held: dict[int, Encoding] = {}
         self._loads: dict[int, Rebuilt] = {}
         # States that nobody gives up meanwhile, by ticket, or by the encoding that is loaded.
@@ -92,20 +98,13 @@ class SnapshotServer:
 
         Raises:
             UnknownMessageError: there is no such message.
-            UnsupportedOptionError: one needs a message with pictures.
         """
         messages = [self._store.get(session, m, "messages") for m in message_ids]
         encodings, recipes = recipes_of(messages)
-        pictured = next((e.message.id for e in encodings if e.pictures), None)
-        if pictured is not None:
-            raise UnsupportedOptionError(
-                "files keep no pictures so far, and without them a message could not be encoded "
-                "again: save messages that have none, and were not encoded behind any",
-                parameter="messages",
-                value=pictured,
-            )
         ticket, groups = next(self._tickets), self._store.groups
         self._described[ticket] = [(encoding, encoding.hidden_layers) for encoding in encodings]
+        if pictures := pictures_of(encodings):
+            self._pictures[ticket] = pictures
         return {
             "ticket": ticket,
             "recipes": recipes,
@@ -117,6 +116,15 @@ class SnapshotServer:
     def release_ticket(self, ticket: int) -> None:
         """Forget a ticket of `describe`."""
         self._described.pop(ticket, None)
+        self._pictures.pop(ticket, None)
+
+    def picture(self, ticket: int, number: int) -> bytes:
+        """Bytes of a picture of what `describe` tells, see `engine/picture_files.py`.
+
+        Raises:
+            UnsupportedOptionError: files do not hold such a one.
+        """
+        return saved_picture(self._pictures[ticket][number])
 
     def hold(self, ticket: int, number: int) -> dict[str, Any] | None:
         """Keep the blocks of an encoding where they are until `release`.
@@ -172,9 +180,11 @@ class SnapshotServer:
         Raises:
             TooLongError, OffsetError, ChainError: a message could not be encoded again here.
             AdapterError: there is only a recipe, and its adapter is not here.
-            ChoreoError: hidden states for which there is no room, or layers that cannot be run.
+            ChoreoError: hidden states or pictures for which there is no room, or layers that cannot
+                be run.
         """
-        rebuilt = Rebuilt(recipes, named, self._store, session, tenant, self._adapter)
+        pictures = self._picture_rules.loaded(recipes.get("pictures", ()), tenant)
+        rebuilt = Rebuilt(recipes, named, self._store, session, tenant, self._adapter, pictures)
         for encoding, entry in zip(rebuilt.encodings, recipes["encodings"], strict=True):
             assert encoding.plan is not None
             check_length(encoding.plan, encoding.num_tokens, self._max_model_len)
@@ -410,6 +420,7 @@ def operations(server: SnapshotServer) -> dict[str, Callable[..., Any]]:
     names = (
         "describe",
         "release_ticket",
+        "picture",
         "hold",
         "release",
         "begin",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
+from vllm_choreo.api.picture_prompts import pictures_of
 from vllm_choreo.chat.cutter import Cutter, end_tokens
 from vllm_choreo.chat.marks import marked, with_blank_pictures
 from vllm_choreo.chat.matching import Matching
@@ -33,7 +34,7 @@ from vllm_choreo.server.openai.auto_options import (
     read_options,
 )
 from vllm_choreo.server.openai.engine_client import CallClient
-from vllm_choreo.server.openai.pictures import pictures_of, without_pictures
+from vllm_choreo.server.openai.pictures import without_pictures
 from vllm_choreo.server.openai.reading import check_form, read_sent
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.tenants import tenant_of

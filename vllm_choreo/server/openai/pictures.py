@@ -11,22 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from vllm_choreo.api.pictures import content_id
-from vllm_choreo.chat.parts import ChatPicture
+from vllm_choreo.api.pictures import named_pictures
 from vllm_choreo.semantics.pictures import IMAGE
-from vllm_choreo.server.pictures import pictures_in_data
 
 if TYPE_CHECKING:
-    from vllm.inputs.engine import MultiModalInput
     from vllm.renderers import BaseRenderer
     from vllm.renderers.online_renderer import OnlineRenderer
 
-_SECRET = secrets.token_bytes(32)
 # What is done with a prompt between its template and its tokens.
 Change = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -57,31 +51,11 @@ def with_named_pictures(online: OnlineRenderer, reader: PictureReader) -> Online
         has_own_names = any(map(any, (prompt.get("multi_modal_uuids") or {}).values()))
         if not reader.is_asked and (has_own_names or data.keys() != {IMAGE}):
             return prompt
-        pictures = pictures_in_data(data, "messages")
+        shown = await asyncio.to_thread(named_pictures, tenant, data, "messages")
         reader.has_named_pictures = True
-        names = await asyncio.to_thread(lambda: [content_id(tenant, p) for p in pictures])
-        return {
-            **prompt,
-            "multi_modal_data": {IMAGE: pictures},
-            "multi_modal_uuids": {IMAGE: names},
-        }
+        return {**prompt, **shown}
 
     return _changed(online, named)
-
-
-def pictures_of(prompt: MultiModalInput) -> list[ChatPicture]:
-    """Pictures of a prompt, each with a number of its content's own."""
-    places, names = prompt["mm_placeholders"][IMAGE], prompt["mm_hashes"][IMAGE]
-    return [
-        ChatPicture(place.offset, place.offset + place.length, _number(name))
-        for place, name in zip(places, names, strict=True)
-    ]
-
-
-def _number(name: str) -> int:
-    # Under a secret: nobody can look for two pictures of one number.
-    digest = blake2b(name.encode(), key=_SECRET, digest_size=8).digest()
-    return -1 - (int.from_bytes(digest) >> 1)
 
 
 def without_pictures(online: OnlineRenderer) -> OnlineRenderer:

@@ -96,3 +96,7 @@ def make_paddleocr_vl(folder: Path) -> Path:
     image_processor = transformers.PaddleOCRVLImageProcessorPil(size=pixels)
     transformers.PaddleOCRVLProcessor(image_processor, tokenizer).save_pretrained(path)
     return path
+
+
+# Each writes a model to a folder of its name.
+PICTURED_MODELS = {"idefics3": make_idefics3, "paddleocr_vl_pictured": make_paddleocr_vl}
