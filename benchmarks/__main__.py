@@ -48,6 +48,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "benchmarks.rivals multidoc --requests 6 --max-tokens 8",
         "benchmarks.rivals agents --rounds 1 --max-tokens 32",
     ),
+    "kinds": ("benchmarks.attention.kinds --rounds 5 --passes 1",),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 2",),
     "states": (

@@ -15,14 +15,12 @@ import statistics
 import sys
 from typing import Any
 
-from benchmarks.attention.shared_work import make_work, measure, planning_times
+from benchmarks.attention.shared_work import in_turn_row, make_work, measure, planning_times
 from benchmarks.attention.tables import TABLES
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.tables import as_text
 
-# Query heads, KV heads, head size (SmolLM2-135M, Llama-3.1-8B), and that of values in latents
-# (DeepSeek V2 Lite).
-HEADS: list[tuple[int, ...]] = [(9, 3, 64), (32, 8, 128), (16, 1, 576, 512)]
+HEADS = [(9, 3, 64), (32, 8, 128)]  # query heads, KV heads, head size: SmolLM2-135M, Llama-3.1-8B
 # Readers, tokens of all messages, heads.
 SHAPES = [(n, 4000, *heads) for heads in HEADS for n in (2, 4, 8, 16, 32)]
 
@@ -45,24 +43,16 @@ def main() -> int:
 
 
 def _row(shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    readers, tokens, heads, kv_heads, size, *latent = shape
-    value_size = latent[0] if latent else size
-    key_and_value = size if latent else 2 * size  # numbers that are stored
+    readers, tokens, heads, kv_heads, size = shape
     seconds = measure(make_work(*shape), rounds)
-    ratios = [a / b for a, b in zip(seconds["alone"], seconds["together"], strict=True)]
-    first, _, third = statistics.quantiles(ratios, n=4)
     together = statistics.median(seconds["together"])
     return {
         "readers": readers,
         "tokens": tokens,
         "heads": f"{heads}/{kv_heads}x{size}",
-        "alone_ms": round(1e3 * statistics.median(seconds["alone"]), 4),
-        "together_ms": round(1e3 * together, 4),
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_q1": round(first, 3),
-        "ratio_q3": round(third, 3),
-        "gflops": round(2e-9 * readers * heads * (size + value_size) * tokens / together, 1),
-        "gb_s": round(4e-9 * tokens * kv_heads * key_and_value / together, 2),
+        **in_turn_row(seconds),
+        "gflops": round(4e-9 * readers * heads * size * tokens / together, 1),
+        "gb_s": round(8e-9 * tokens * kv_heads * size / together, 2),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBa
 from vllm_choreo.ops import (
     LayerAttention,
     Layout,
+    QuantizedKV,
     Rotation,
     SpanBatch,
     SpanPlan,
@@ -46,24 +48,38 @@ def make_work(
     kv_heads: int,
     size: int,
     value_size: int | None = None,
+    fmt: torch.dtype | None = None,
 ) -> Work:
-    """Work of a shape; a size of values is that of latents (MLA)."""
+    """Make the work of a shape.
+
+    Args:
+        value_size: of latents (MLA), whose values are the beginnings of keys.
+        fmt: of keys and values in 8 bits; None: they are float32.
+    """
     per_message = -(-tokens // MESSAGES // BLOCK_SIZE)
     num_blocks = MESSAGES * per_message + readers
     width, rotary_dim = (2 * size, size) if value_size is None else (size, size - value_size)
-    layer_bytes = num_blocks * kv_heads * BLOCK_SIZE * width * 4
+    layer_bytes = num_blocks * kv_heads * BLOCK_SIZE * width * (1 if fmt else 4)
     num_layers = max(2, round(CACHE_BYTES / layer_bytes))
     shape = (num_blocks, kv_heads, BLOCK_SIZE, width)
     dims = torch.arange(0, rotary_dim, 2, dtype=torch.float64)
     rotation = Rotation(1e5 ** (-dims / rotary_dim), True)
     layout = Layout.KEYS_TRANSPOSED if value_size is None else Layout.LATENT
     batch = make_batch(readers, tokens // MESSAGES, per_message)
+    caches = [torch.randn(shape) for _ in range(num_layers)]
+    if fmt is not None:
+        caches = [cache.to(fmt).view(torch.uint8) for cache in caches]
     return Work(
         query=torch.randn(readers, heads, size),
-        caches=[torch.randn(shape) for _ in range(num_layers)],
+        caches=caches,
         batch=batch,
         cos_sin=rotation.cos_sin(batch.position_delta),
-        layer=LayerAttention(scale=size**-0.5, layout=layout, value_size=value_size),
+        layer=LayerAttention(
+            scale=size**-0.5,
+            layout=layout,
+            quantized=None if fmt is None else QuantizedKV(fmt),
+            value_size=value_size,
+        ),
     )
 
 
@@ -89,7 +105,9 @@ def make_batch(readers: int, message_tokens: int, per_message: int) -> SpanBatch
     )  # fmt: skip
 
 
-def measure(work: Work, rounds: int) -> dict[str, list[float]]:
+def measure(
+    work: Work, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds per layer of each side, per round."""
     reads = plan_shared_reads(work.batch)
     plans = {
@@ -110,11 +128,24 @@ def measure(work: Work, rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name in sides:
-            began = time.perf_counter()
+            began = clock()
             for cache in work.caches:
                 attend(name, cache)
-            seconds[name].append((time.perf_counter() - began) / len(work.caches))
+            seconds[name].append((clock() - began) / len(work.caches))
     return seconds
+
+
+def in_turn_row(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Milliseconds of both sides, and how many times as fast together is, round by round."""
+    ratios = [a / b for a, b in zip(seconds["alone"], seconds["together"], strict=True)]
+    first, _, third = statistics.quantiles(ratios, n=4)
+    return {
+        "alone_ms": round(1e3 * statistics.median(seconds["alone"]), 4),
+        "together_ms": round(1e3 * statistics.median(seconds["together"]), 4),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_q1": round(first, 3),
+        "ratio_q3": round(third, 3),
+    }
 
 
 def planning_times(rounds: int) -> dict[str, float]:

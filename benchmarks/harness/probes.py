@@ -42,6 +42,26 @@ def chain_tokens(llm: Any, client: Mapping[str, str]) -> list[tuple[int, ...]]:
         return [message.token_ids for message in history]
 
 
+def block_chain_tokens(llm: Any, client: Mapping[str, str]) -> tuple[int, ...]:
+    """A greedy answer after messages of whole blocks, which no padding sets apart from their text.
+
+    So keys are rotated by the same angles in every mode, and 8 bits round them alike.
+    """
+    from vllm import SamplingParams
+
+    from vllm_choreo import Choreography
+
+    size = llm.llm_engine.vllm_config.cache_config.block_size
+    texts = [[5 + (7 * i + 3 * n) % 400 for i in range(2 * size)] for n in range(2)]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    empty_caches(llm)
+    with Choreography(llm, **client) as c:
+        history: list[Any] = []
+        for text in texts:
+            history.append(c.prefill(text, parents=list(history)))
+        return c.decode([7, 8, 9], parents=history, sampling_params=params).generated_token_ids
+
+
 def step_times(llm: Any, client: Mapping[str, str], repeats: int) -> list[dict[str, Any]]:
     """Seconds to first token of one call with a header of so many tokens, and nothing to reuse."""
     from vllm import SamplingParams

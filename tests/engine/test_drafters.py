@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.engine.choreographies import check, draw_choreography
@@ -150,15 +151,7 @@ def test_a_chain_gets_the_drafts_of_its_text(
     llm, rng = subject.llm, random.Random(6)
     document, rest = random_tokens(rng, 75), random_tokens(rng, 20)
     greedy = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    drafter, passes = worker.model_runner.drafter, []
-    propose = drafter.propose
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        passes.append((kwargs["next_token_ids"].tolist(), propose(*args, **kwargs)))
-        return passes[-1][1]
-
-    monkeypatch.setattr(drafter, "propose", noted)
+    passes = _noted_passes(llm, monkeypatch)
     with Choreography(llm) as c:
         message = c.prefill(document)
         header = [*passes[-1][0], *rest]
@@ -171,6 +164,29 @@ def test_a_chain_gets_the_drafts_of_its_text(
     assert text.answers == [list(said.generated_token_ids)]
     # The call goes on for its last token, which is encoded behind the answer.
     assert of_call[: len(passes)] == [(sampled, drafts.tolist()) for sampled, drafts in passes]
+
+
+def _noted_passes(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[list[int], torch.Tensor]]:
+    """What was sampled in every step from now on, and drafted behind it; a list that grows."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    runner, passes = worker.model_runner, []
+    is_v2 = llm.llm_engine.vllm_config.use_v2_model_runner
+    drafter = runner.speculator if is_v2 else runner.drafter
+    propose = drafter.propose
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if is_v2:
+            batch, last_sampled = args[0], args[7]
+            sampled = last_sampled[batch.idx_mapping].view(-1).tolist()
+        else:
+            sampled = kwargs["next_token_ids"].tolist()
+        passes.append((sampled, propose(*args, **kwargs).clone()))
+        return passes[-1][1]
+
+    monkeypatch.setattr(drafter, "propose", noted)
+    return passes
 
 
 class _Ran(NamedTuple):
@@ -235,7 +251,7 @@ def test_suffixes_are_looked_up_for_calls(
     [
         ("draft_model", False, False, "parallel_drafting"),
         ("medusa", False, False, "speculative_config.method"),
-        ("draft_model", True, False, "VLLM_USE_V2_MODEL_RUNNER"),
+        ("eagle", True, True, "parallel_drafting"),
         ("eagle", False, True, "async_scheduling"),
     ],
 )

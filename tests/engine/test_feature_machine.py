@@ -8,6 +8,8 @@ test that can be pasted here.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.engine.feature_machine import program as operations
-from tests.engine.feature_machine.configurations import CONFIGURATIONS, unmet
+from tests.engine.feature_machine.configurations import CONFIGURATIONS, ON_V2, unmet
 from tests.engine.feature_machine.generator import program_of
 from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.machine import Machine
@@ -71,6 +73,23 @@ def test_programs(machine_of: MachineOf, name: str, seeds: range) -> None:
 @pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in _QUICK])
 def test_programs_on_all_engines(machine_of: MachineOf, name: str, seeds: range) -> None:
     _run_seeds(machine_of(name), seeds)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ON_V2)
+def test_programs_on_the_new_runner(name: str) -> None:
+    """In a process of its own, on vLLM's model runner V2."""
+    pytest.importorskip("triton")
+    chosen = ["--configuration", name, "--seeds", "0:25", "--shrink-seconds", "0"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.engine.feature_machine", *chosen],
+        capture_output=True,
+        text=True,
+        timeout=1100,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
 
 
 # -- what it has found ---------------------------------------------------------------------------
@@ -299,7 +318,8 @@ def test_what_is_encoded_anew_has_the_pictures_of_its_origin_alone(machine_of: M
 
 def test_every_option_meets_every_other_one() -> None:
     assert len(CONFIGURATIONS) == 30
-    assert not unmet()
+    assert unmet(CONFIGURATIONS) == {("async", "drafter")}
+    assert not unmet({**CONFIGURATIONS, **ON_V2})
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

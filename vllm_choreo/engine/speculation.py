@@ -52,17 +52,12 @@ def check_speculation(vllm_config: VllmConfig) -> None:
         )
     if not has_layers(speculative):
         return
-    if vllm_config.use_v2_model_runner:
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    if asynchronous and not vllm_config.use_v2_model_runner:
         raise UnsupportedOptionError(
-            "vLLM's model runner V2 lays out the batches of a drafter with layers in another way, "
-            "by which it would read calls at wrong places: set VLLM_USE_V2_MODEL_RUNNER=0",
-            parameter="speculative_config.method",
-            value=speculative.method,
-        )
-    if vllm_config.scheduler_config.async_scheduling:
-        raise UnsupportedOptionError(
-            "with asynchronous scheduling a drafter with layers begins before it is known how much "
-            "of a call was right: set async_scheduling=False (--no-async-scheduling)",
+            "with asynchronous scheduling vLLM's model runner V1 has a drafter with layers begin "
+            "before it is known how much of a call was right: set async_scheduling=False "
+            "(--no-async-scheduling), or VLLM_USE_V2_MODEL_RUNNER=1",
             parameter="async_scheduling",
             value=True,
         )

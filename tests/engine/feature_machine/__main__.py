@@ -4,6 +4,7 @@
     python -m tests.engine.feature_machine --minutes 60 --workers 2
     python -m tests.engine.feature_machine --configuration tight --seeds 0:500
     python -m tests.engine.feature_machine --configuration tight --seeds 17 --show
+    python -m tests.engine.feature_machine --configuration on-v2 --seeds 0:100
 
 Exit status 1: a program failed. What failed is printed as a test, shrunk.
 """
@@ -17,7 +18,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from tests.engine.feature_machine.configurations import CONFIGURATIONS
+from tests.engine.feature_machine.configurations import CONFIGURATIONS, ON_V2
 from tests.engine.feature_machine.generator import program_of
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else what counts ranks is compiled for batches of every size
 }
 
+_GROUPS = {"all": [*CONFIGURATIONS], "on-v2": [*ON_V2]}
+
 
 def main() -> int:
     for name, value in _ENVIRONMENT.items():
@@ -46,7 +49,7 @@ def main() -> int:
     from tests.engine.feature_machine.soak import soak
 
     arguments = _arguments()
-    names = [*CONFIGURATIONS] if "all" in arguments.configuration else arguments.configuration
+    names = _names(arguments.configuration)
     first, last = _seeds(arguments.seeds)
     if arguments.show:
         for name in names:
@@ -79,7 +82,11 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--configuration", nargs="+", default=["all"], choices=["all", *CONFIGURATIONS]
+        "--configuration",
+        nargs="+",
+        default=["all"],
+        choices=[*_GROUPS, *CONFIGURATIONS, *ON_V2],
+        help="those on model runner V2 (on-v2) run by themselves",
     )
     parser.add_argument("--seeds", default="0:", help="FIRST:LAST, FIRST: without an end, or one")
     parser.add_argument("--minutes", type=float, default=1e6)
@@ -92,6 +99,13 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--show", action="store_true", help="print the program of a seed")
     return parser.parse_args()
+
+
+def _names(chosen: list[str]) -> list[str]:
+    names = [name for part in chosen for name in _GROUPS.get(part, [part])]
+    if 0 < len(set(names) & set(ON_V2)) < len(set(names)):
+        raise SystemExit("a process has engines on model runner V2, or others: choose either")
+    return names
 
 
 def _seeds(text: str) -> tuple[int, int | None]:

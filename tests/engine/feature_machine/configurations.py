@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.engine.offloading import OFFLOADING
 from tests.engine.pictured import OPTIONS as PICTURE_OPTIONS
+from tests.engine.scheduling import asynchronous_scheduling
 from vllm_choreo.testing.models.pictured import PICTURED_MODELS
 from vllm_choreo.testing.models.tiny import HYBRID_MODELS
 
@@ -39,11 +40,9 @@ OPTIONS = (
     "share",  # of a tenant, of the pool
     "window",  # sliding windows
 )
-# vLLM takes no n-grams with asynchronous scheduling, and we no drafter; there is one at a time.
-# Keys in 8 bits stay where they are.
-IMPOSSIBLE = frozenset(
-    {("async", "drafts"), ("async", "drafter"), ("drafter", "drafts"), ("fp8", "in_place")}
-)
+# vLLM takes no n-grams with asynchronous scheduling; there is one drafter at a time. Keys in 8 bits
+# stay where they are.
+IMPOSSIBLE = frozenset({("async", "drafts"), ("drafter", "drafts"), ("fp8", "in_place")})
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,7 @@ class Configuration:
         composes: whether states are composed, of messages in any order.
         num_held_pictures: pictures of messages for which there is memory, if the model takes any;
             None: for all.
+        is_v2: whether the engine has vLLM's model runner V2, which takes a process of its own.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Configuration:
     num_groups: int = 1
     composes: bool = False
     num_held_pictures: int | None = None
+    is_v2: bool = False
 
     def __contains__(self, option: str) -> bool:
         return option in self.options
@@ -249,8 +250,21 @@ CONFIGURATIONS = {
     )
 }
 
+# Their kernels run in Triton's interpreter: a program takes seconds.
+ON_V2 = {
+    configuration.name: configuration
+    for configuration in (
+        _made("v2", "async drafter host hidden priority chunks", 19, is_v2=True),
+        _made("v2 in place", "async drafter in_place window share few", 19, is_v2=True),
+    )
+}
 
-def unmet(configurations: dict[str, Configuration] = CONFIGURATIONS) -> set[tuple[str, str]]:
+
+def configuration_of(name: str) -> Configuration:
+    return {**CONFIGURATIONS, **ON_V2}[name]
+
+
+def unmet(configurations: Mapping[str, Configuration]) -> set[tuple[str, str]]:
     """Pairs of options that no engine has together."""
     pairs = set(combinations(OPTIONS, 2)) - IMPOSSIBLE
     return {
@@ -264,23 +278,5 @@ def scheduling_of(configuration: Configuration) -> Iterator[None]:
     if "async" not in configuration:
         yield
         return
-    import vllm_choreo
-
-    vllm_choreo.register()
-    from vllm.platforms import current_platform
-
-    from vllm_choreo.engine.plugin import configure_after
-
-    platform = type(current_platform)
-    configure = platform.check_and_update_config
-
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        configure(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-        configure_after(vllm_config)
-
-    platform.check_and_update_config = classmethod(check_and_update_config)
-    try:
+    with asynchronous_scheduling():
         yield
-    finally:
-        platform.check_and_update_config = configure

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.engine.feature_machine import rules
-from tests.engine.feature_machine.configurations import CONFIGURATIONS, Configuration
+from tests.engine.feature_machine.configurations import Configuration, configuration_of
 from tests.engine.feature_machine.program import (
     Abort,
     Asks,
@@ -45,7 +45,7 @@ _NUM_TEXTS = 10
 
 def program_of(configuration: str, seed: int) -> Program:
     """The program of a seed for the engine of that name."""
-    return _Generator(CONFIGURATIONS[configuration], seed).program()
+    return _Generator(configuration_of(configuration), seed).program()
 
 
 class _Generator:

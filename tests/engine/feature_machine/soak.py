@@ -15,10 +15,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.engine.feature_machine.configurations import CONFIGURATIONS
+from tests.engine.feature_machine.configurations import ON_V2, configuration_of
 from tests.engine.feature_machine.generator import program_of
 from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.machine import Machine, start_machine
+from tests.engine.feature_machine.on_v2 import work_on_v2
 from tests.engine.feature_machine.program import Program
 from tests.engine.feature_machine.shrink import shrunk
 
@@ -78,7 +79,7 @@ class Engines:
         if machine is not None and machine.configuration.name == configuration:
             return machine
         self.stop()
-        chosen = CONFIGURATIONS[configuration]
+        chosen = configuration_of(configuration)
         self._machine = start_machine(chosen, self._model(chosen.model), self._oracle, self._folder)
         return self._machine
 
@@ -187,6 +188,7 @@ def soak(
     """Programs of all seeds on all engines, or as many as there is time for; tallies as they come.
 
     Args:
+        configurations: all on vLLM's model runner V2, or none.
         last: None: as long as there is time.
     """
     until = time.monotonic() + 60 * minutes
@@ -194,7 +196,9 @@ def soak(
     tasks: Any = context.Queue(2 * workers)
     results: Any = context.Queue()
     arguments = (tasks, results, until, shrink_seconds, ignored)
-    processes = [context.Process(target=_work, args=arguments) for _ in range(workers)]
+    is_v2 = not set(configurations).isdisjoint(ON_V2)
+    target = work_on_v2 if is_v2 else work
+    processes = [context.Process(target=target, args=arguments) for _ in range(workers)]
     for process in processes:
         process.start()
     num_given = num_done = 0
@@ -255,9 +259,10 @@ def _task(tasks: Any) -> tuple[str, range] | None:
     return None
 
 
-def _work(
+def work(
     tasks: Any, results: Any, until: float, shrink_seconds: float, ignored: Sequence[str]
 ) -> None:
+    """Run what is asked for, in a process of its own, until there is no more."""
     import torch
 
     torch.set_num_threads(1)

@@ -409,9 +409,12 @@ class _Choreographed(Scheduler):
     def _count_drafts(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Count the drafted tokens of calls, and those that were right."""
         invalid = step.num_invalid_spec_tokens or {}
+        # vLLM pads requests that begin with one token. What it drafted for others only workers may
+        # know.
+        padded = {started.req_id for started in step.scheduled_new_reqs}
+        padded |= step.scheduled_cached_reqs.resumed_req_ids
         for request_id, drafted in step.scheduled_spec_decode_tokens.items():
-            # vLLM pads requests that begin with one token.
-            is_drafted = request_id in self.call_table.calls and drafted[0] != -1
+            is_drafted = request_id in self.call_table.calls and request_id not in padded
             if is_drafted and output.sampled_token_ids:
                 sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
                 self.store.totals["drafted_tokens"] += len(drafted) - invalid.get(request_id, 0)

@@ -23,7 +23,7 @@ from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
 from vllm_choreo.engine.worker.composition_probe import probe_composition
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.cpu_rotary import correct_rotary, rotates_by_heads
-from vllm_choreo.engine.worker.drafting import DrafterSpans, DraftLayers, choreographed
+from vllm_choreo.engine.worker.drafting import Drafter, DrafterSpans, DraftLayers
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.layer_checks import (
     attention_layers,
@@ -78,7 +78,6 @@ class ChoreoModelRunner:
     lora_config: LoRAConfig | None
     lora_manager: WorkerLoRAManager
     device: torch.device
-    drafter: object
     get_model: Callable[[], torch.nn.Module]
     add_lora: Callable[[LoRARequest], bool]
     _set_active_loras: Callable[[tuple[int, ...], tuple[int, ...], set[LoRARequest]], None]
@@ -209,7 +208,7 @@ class ChoreoModelRunner:
             UnsupportedModelError: the drafter cannot be choreographed; says why.
             UnsupportedOptionError: no drafter of its kind can.
         """
-        drafter = choreographed(self.drafter)
+        drafter = self.choreo_drafter
         check_own_keys(layers)
         self.drafter_layers = layers
         self._check_layers(layers)
@@ -306,6 +305,15 @@ class ChoreoModelRunner:
     @property
     def _table_width(self) -> int:
         """Columns of the block tables of batches."""
+        raise NotImplementedError
+
+    @property
+    def choreo_drafter(self) -> Drafter:
+        """Drafter of vLLM's runner, which is made one of ours.
+
+        Raises:
+            UnsupportedOptionError: there is none of its kind.
+        """
         raise NotImplementedError
 
     def _guard_graphs(self) -> None:

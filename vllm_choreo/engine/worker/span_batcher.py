@@ -180,16 +180,17 @@ class SpanBatcher:
             plans.update(group.batch(step, is_new))
         return [plans[index] for index in range(len(self.kinds))]
 
-    def place(self, step: StepBatch, positions: torch.Tensor) -> None:
+    def place(self, step: StepBatch, positions: torch.Tensor, back: bool = False) -> None:
         """Give the model the positions at which own tokens are stored, in place.
 
         Args:
             step: the batch.
             positions: int `[..., num_tokens]`, on the device: the virtual indices.
+            back: True to make the positions virtual indices again.
         """
         shifts = self.shifts(step)
         if shifts is not None:
-            positions[..., : len(shifts)] += shifts
+            positions[..., : len(shifts)] += -shifts if back else shifts
 
     def shifts(self, step: StepBatch) -> torch.Tensor | None:
         """By token, what is added to its virtual index to get its position; None: nothing.

@@ -12,9 +12,11 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_choreo.engine.worker.drafting import take_over
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 from vllm_choreo.engine.worker.state_layers import StateBatch
+from vllm_choreo.engine.worker.v1_drafting import DRAFTERS, ChoreoDrafter
 
 if TYPE_CHECKING:
     from vllm.forward_context import BatchDescriptor
@@ -46,6 +48,12 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
         return self.cudagraph_dispatcher
 
     @property
+    def choreo_drafter(self) -> ChoreoDrafter:
+        take_over(self.drafter, DRAFTERS)
+        drafter: ChoreoDrafter = self.drafter
+        return drafter
+
+    @property
     def _table_width(self) -> int:
         width: int = self.input_batch.block_table[0].max_num_blocks_per_req
         return width
@@ -75,7 +83,7 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
             rows = self.mrope_positions.gpu if self.uses_mrope else self.positions
             self._lay_out(step, rows)
             if self.drafter_spans is not None:
-                self.drafter_spans.request_ids = [*step.request_ids]
+                self.drafter.request_ids = [*step.request_ids]
                 self._shifts = self.batcher.shifts(step)
         by_layer, for_drafter = super()._build_attention_metadata(
             num_tokens, num_reqs, *args, **kwargs

@@ -6,46 +6,29 @@ They run vLLM's own Triton kernels: on CPU this needs vLLM with Triton for CPUs.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CUDAGraphMode
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
+from vllm_choreo.engine.worker.drafting import take_over
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 from vllm_choreo.engine.worker.state_layers import StateBatch
+from vllm_choreo.engine.worker.v2_drafting import DRAFTERS, ChoreoSpeculator
+from vllm_choreo.engine.worker.v2_graphs import GuardedGraphManager
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
 
 
-class ChoreoCudaGraphManager(ModelCudaGraphManager):
+class ChoreoCudaGraphManager(GuardedGraphManager, ModelCudaGraphManager):
     """Graph manager that chooses no full CUDA graph while those are not allowed."""
-
-    allow_full = True
-    _candidates: dict[tuple[int, int], list[BatchExecutionDescriptor]]
-
-    def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
-        if self.allow_full:
-            return super().dispatch(*args, **kwargs)
-        candidates, self._candidates = self._candidates, self._without_full
-        try:
-            return super().dispatch(*args, **kwargs)
-        finally:
-            self._candidates = candidates
-
-    @cached_property
-    def _without_full(self) -> dict[tuple[int, int], list[BatchExecutionDescriptor]]:
-        return {
-            key: [desc for desc in descs if desc.cg_mode != CUDAGraphMode.FULL]
-            for key, descs in self._candidates.items()
-        }
 
 
 class ChoreoModelState(ModelState):
@@ -82,11 +65,19 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
     Dummy runs look none up.
     """
 
-    _step: StepBatch | None = None  # the batch of the step that runs
+    # The batch of the step that runs, until it is sampled, and the positions of its tokens.
+    _step: StepBatch | None = None
+    _positions: torch.Tensor
 
     def prepare_choreography(self) -> None:
         super().prepare_choreography()
         ChoreoModelState.take_over(self.model_state, self)
+
+    @property
+    def choreo_drafter(self) -> ChoreoSpeculator:
+        take_over(self.speculator, DRAFTERS)
+        speculator: ChoreoSpeculator = self.speculator
+        return speculator
 
     @property
     def graphs(self) -> ChoreoCudaGraphManager:
@@ -107,16 +98,34 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
         self._step = None
         if self._in_step:
             num_reqs = input_batch.num_reqs
+            lens = host_lens = input_batch.seq_lens[:num_reqs]
+            if lens.device.type != "cpu":
+                # Of asynchronous steps with drafts it is known on the device alone what was right.
+                host_lens = input_batch.seq_lens_cpu_upper_bound[:num_reqs]
             self._step = StepBatch(
                 input_batch.req_ids,
                 torch.from_numpy(input_batch.query_start_loc_np[: num_reqs + 1]),
-                input_batch.seq_lens_cpu_upper_bound[:num_reqs],
+                host_lens,
                 block_tables[0][:num_reqs],
-                input_batch.seq_lens[:num_reqs],
+                lens,
                 {group: table[:num_reqs] for group, table in enumerate(block_tables)},
             )
-            self._lay_out(self._step, input_batch.positions)
+            self._positions = input_batch.positions
+            self._lay_out(self._step, self._positions)
         return block_tables, slot_mappings
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> object:
+        """Extend vLLM's method, in which samplers and drafters find tokens by virtual indices."""
+        step, self._step = self._step, None
+        if step is not None:
+            self.batcher.place(step, self._positions, back=True)
+        if self.drafter_spans is None:
+            return super().sample_tokens(grammar_output)
+        self.speculator.step = step
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            self.speculator.step = None
 
     def place_rows(self, positions: torch.Tensor) -> None:
         """Place own tokens of a step, whose positions are rows (M-RoPE).
