@@ -33,14 +33,18 @@ def kv_dtype(vllm_config: VllmConfig) -> str:
 
 
 def adopt_declared(vllm_config: VllmConfig) -> None:
-    """Set the dtype that a checkpoint of compressed-tensors declares, where the user set none.
+    """Set the dtype that a checkpoint of compressed-tensors declares, where the user set none."""
+    if declares_8_bits(vllm_config):
+        vllm_config.cache_config.cache_dtype = "fp8"
 
-    vLLM does so in the layers, in its workers alone, and for other checkpoints before this.
+
+def declares_8_bits(vllm_config: VllmConfig) -> bool:
+    """Return whether a checkpoint of compressed-tensors decides for 8 bits, as the user set none.
+
+    vLLM decides so in the layers, in its workers alone, and for other checkpoints before this.
     """
-    cache = vllm_config.cache_config
     declared = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
-    if cache.cache_dtype != "auto" or not isinstance(declared, Mapping):
-        return
-    scheme = declared.get("kv_cache_scheme")
-    if declared.get("quant_method") == "compressed-tensors" and scheme is not None:
-        cache.cache_dtype = "fp8"
+    if vllm_config.cache_config.cache_dtype != "auto" or not isinstance(declared, Mapping):
+        return False
+    is_scheme = declared.get("kv_cache_scheme") is not None
+    return is_scheme and declared.get("quant_method") == "compressed-tensors"

@@ -519,7 +519,7 @@ def test_a_checkpoint_declares_it_with_scales_of_its_layers(
 
 def _config(cache_dtype: str, skip_layers: Sequence[str] = ()) -> Any:
     cache = SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=[*skip_layers])
-    model = SimpleNamespace(use_mla=False, is_hybrid=False)
+    model = SimpleNamespace(use_mla=False, is_hybrid=False, dtype=torch.bfloat16)
     return SimpleNamespace(cache_config=cache, model_config=model)
 
 
@@ -548,7 +548,11 @@ def test_on_gpus_it_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) 
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    plugin._refuse_quantized(_config("auto"), ChoreoConfig())
+    for taken in ("auto", "bfloat16"):
+        plugin._refuse_quantized(_config(taken), ChoreoConfig())
+    with pytest.raises(UnsupportedOptionError) as refusal:
+        plugin._refuse_quantized(_config("float16"), ChoreoConfig())
+    assert refusal.value.value == "float16", "the model computes in bfloat16"
     with pytest.raises(UnsupportedOptionError, match="rounds queries to 8 bits"):
         plugin._refuse_quantized(_config("fp8"), ChoreoConfig())
 

@@ -3,24 +3,29 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from vllm_choreo.engine.plugin import _choose_backend, configure_after
+from vllm_choreo.engine.attention_choice import check_chosen, choose_kv_dtype, hook
+from vllm_choreo.engine.plugin import configure_after
 from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
 from vllm_choreo.engine.worker.gpu_worker import ChoreoGPUWorker
@@ -113,30 +118,87 @@ def _manager(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "expected"),
+    ("layer", "capability", "expected"),
     [
-        (torch.bfloat16, (9, 0), "FLASH_ATTN"),
-        (torch.float16, (8, 0), "FLASH_ATTN"),
-        (torch.float16, (7, 5), "TRITON_ATTN"),
-        (torch.float32, (9, 0), "TRITON_ATTN"),
+        ({}, (9, 0), "FLASH_ATTN"),
+        ({"dtype": torch.float16}, (8, 0), "FLASH_ATTN"),
+        ({"dtype": torch.float16}, (7, 5), "TRITON_ATTN"),
+        ({"dtype": torch.float32}, (9, 0), "TRITON_ATTN"),
+        ({"has_sink": True}, (8, 0), "TRITON_ATTN"),
+        ({"use_mm_prefix": True}, (9, 0), "TRITON_ATTN"),
+        ({"head_size": 512}, (8, 0), "TRITON_ATTN"),
+        ({}, (10, 0), "FLASH_ATTN"),
     ],
 )
-def test_choice_of_the_attention_backend(
-    vllm_config: VllmConfig, dtype: torch.dtype, capability: tuple[int, int], expected: str
+def test_layers_choose_of_our_backends_what_vllm_allows(
+    vllm_config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    layer: dict[str, Any],
+    capability: tuple[int, int],
+    expected: str,
 ) -> None:
-    vllm_config.model_config.dtype = dtype
-    _choose_backend(vllm_config, DeviceCapability(*capability))
-    assert vllm_config.attention_config.backend == AttentionBackendEnum[expected]
+    platform = _cuda_platform(monkeypatch)
+    hook(platform)
+    vllm_config.scheduler_config.scheduler_cls = "vllm_choreo.engine.scheduler.scheduler.Any"
+    asked = _asked(**layer)
+    with set_current_vllm_config(vllm_config):
+        found, reasons = platform.get_valid_backends(DeviceCapability(*capability), asked)
+    assert min(found, key=lambda c: c.priority).backend == AttentionBackendEnum[expected]
+    assert {c.backend.name for c in found} <= {"FLASH_ATTN", "TRITON_ATTN"}
+    assert reasons[AttentionBackendEnum.FLEX_ATTENTION][1]
+
+
+def test_layers_of_other_engines_choose_as_ever(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = _cuda_platform(monkeypatch)
+    before = platform.get_valid_backends(DeviceCapability(9, 0), _asked())
+    hook(platform)
+    for context in (nullcontext(), set_current_vllm_config(vllm_config)):
+        with context:
+            assert platform.get_valid_backends(DeviceCapability(9, 0), _asked()) == before
+
+
+def _cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A class of its own like vLLM's platform of GPUs, which the build for CPUs lacks parts of."""
+    from vllm.v1.attention.backends import flash_attn
+
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("of CUDA builds"))
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 2)
+    platforms = importlib.import_module("vllm.platforms.cuda")
+    return type("Platform", (platforms.NonNvmlCudaPlatform,), {})
+
+
+def _asked(**layer: Any) -> AttentionSelectorConfig:
+    common = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto"}
+    return AttentionSelectorConfig(**{**common, "block_size": None, **layer})
 
 
 def test_the_users_choice_of_a_backend(vllm_config: VllmConfig) -> None:
-    vllm_config.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
-    _choose_backend(vllm_config, DeviceCapability(9, 0))
-    assert vllm_config.attention_config.backend == AttentionBackendEnum.TRITON_ATTN
+    for taken in (None, AttentionBackendEnum.TRITON_ATTN):
+        vllm_config.attention_config.backend = taken
+        check_chosen(vllm_config)
+        assert vllm_config.attention_config.backend == taken
     vllm_config.attention_config.backend = AttentionBackendEnum.FLASHINFER
     with pytest.raises(UnsupportedOptionError, match="FLASH_ATTN and TRITON_ATTN") as caught:
-        _choose_backend(vllm_config, DeviceCapability(10, 0))
+        check_chosen(vllm_config)
     assert caught.value.parameter == "attention_config.backend"
+
+
+def test_declared_8_bits_are_16_on_gpus(
+    vllm_config: VllmConfig, caplog_vllm: pytest.LogCaptureFixture
+) -> None:
+    choose_kv_dtype(vllm_config)
+    assert vllm_config.cache_config.cache_dtype == "auto", "nothing is declared"
+    scheme = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
+    vllm_config.model_config.hf_config.quantization_config = scheme
+    with pytest.raises(UnsupportedOptionError, match="8 bits") as caught:
+        choose_kv_dtype(vllm_config)
+    assert (caught.value.parameter, caught.value.value) == ("dtype", "float32")
+    vllm_config.model_config.dtype = torch.bfloat16
+    choose_kv_dtype(vllm_config)
+    assert vllm_config.cache_config.cache_dtype == "bfloat16"
+    assert any("twice the memory" in r.getMessage() for r in caplog_vllm.records)
 
 
 def test_worker_and_scheduler_of_a_gpu_engine(vllm_config: VllmConfig) -> None:

@@ -12,7 +12,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine.plugin import _check_composed_states, _choose_backend, configure_after
+from vllm_choreo.engine.attention_choice import check_chosen
+from vllm_choreo.engine.plugin import _check_composed_states, configure_after
 from vllm_choreo.engine.worker.cpu_backend import ChoreoCPUBackend, ChoreoCPUImpl
 from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
 from vllm_choreo.engine.worker.layer_checks import check_layer, check_seen, check_shared_memory
@@ -56,7 +57,7 @@ def test_composed_states(is_hybrid: bool, on_cpu: bool, monkeypatch: pytest.Monk
 def test_composite_backends(name: str) -> None:
     chosen = SimpleNamespace(backend=AttentionBackendEnum[name])
     with pytest.raises(UnsupportedOptionError, match="FLASH_ATTN and TRITON_ATTN") as caught:
-        _choose_backend(_config(attention_config=chosen), None)
+        check_chosen(_config(attention_config=chosen))
     assert caught.value.parameter == "attention_config.backend"
 
 

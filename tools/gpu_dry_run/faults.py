@@ -21,32 +21,7 @@ class KnownFault:
     cure: str
 
 
-def _on(gpus: str, model: str) -> tuple[str, ...]:
-    return tuple(f"configuration {gpu} {model}" for gpu in gpus.split())
-
-
-_ASK_THE_VALIDATOR = (
-    "`engine/plugin.py` `_choose_backend` names the first backend with three properties; vLLM's "
-    "`validate_configuration` knows more (sinks, tokens of pictures that see each other): ask it"
-)
-_CACHE_IN_8_BITS = (
-    "`kv_dtype.py` `adopt_declared` makes 'auto' 8 bits, which `_refuse_quantized` refuses on "
-    "GPUs; serve the checkpoint with a cache of 16 bits, which it does not forbid"
-)
-KNOWN: Sequence[KnownFault] = (
-    KnownFault(_on("a100 l40s rtx5090", "gpt-oss"), "attention sinks", _ASK_THE_VALIDATOR),
-    KnownFault(
-        _on("h100 a100 l40s rtx5090 b200", "gemma-3-4b-pictures"),
-        "mm_prefix",
-        _ASK_THE_VALIDATOR,
-    ),
-    KnownFault(_on("h100 a100 l40s rtx5090 b200", "fp8-cache"), "kv_cache_dtype", _CACHE_IN_8_BITS),
-    KnownFault(
-        _on("h100 a100 l40s rtx5090 b200", "fp8-cache-as-bfloat16"),
-        "kv_cache_dtype",
-        "`engine/plugin.py` `_refuse_quantized` takes 'auto' alone: take 'bfloat16', too",
-    ),
-)
+KNOWN: Sequence[KnownFault] = ()
 
 
 @dataclass(frozen=True)

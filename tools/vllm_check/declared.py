@@ -122,10 +122,9 @@ DECLARED = (
     "vllm.platforms.interface.Platform.update_block_size_for_backend(vllm_config)",
     "vllm.platforms.interface.Platform.pre_register_and_update(parser)",
     "vllm.platforms.interface.Platform.device_name",
-    "vllm.platforms.interface.Platform.get_device_capability()",
-    "vllm.v1.attention.backend.AttentionBackend.supports_compute_capability(capability)",
-    "vllm.v1.attention.backend.AttentionBackend.supports_dtype(dtype)",
-    "vllm.v1.attention.backend.AttentionBackend.supports_head_size(size)",
+    "vllm.platforms.cuda.CudaPlatformBase.get_valid_backends(capability, config, num_heads)",
+    "vllm.platforms.cuda._BackendCandidate.backend",
+    "vllm.platforms.cuda._BackendCandidate.priority",
     # Workers
     f"{_RUNNER}.gpu_input_batch.InputBatch.block_table",
     f"{_RUNNER}.gpu_input_batch.InputBatch.generators",

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine import batch_runner, command_line, cpu_kernels, mla
+from vllm_choreo.engine import attention_choice, batch_runner, command_line, cpu_kernels, mla
 from vllm_choreo.engine.compat import check_version
 from vllm_choreo.engine.orphan import end_with_parent
 from vllm_choreo.engine.speculation import check_speculation, has_layers
@@ -22,7 +22,6 @@ from vllm_choreo.kv_dtype import adopt_declared, quantized_name
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.platforms import Platform
-    from vllm.platforms.interface import DeviceCapability
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 logger = logging.getLogger(__name__)
@@ -36,8 +35,6 @@ _WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": f"{_ENGINE}.worker.cpu_worker.ChoreoCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": f"{_ENGINE}.worker.gpu_worker.ChoreoGPUWorker",
 }
-# vLLM's attention backends for which there are ours on GPUs, in the order of choice.
-_GPU_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _LOGGER = "vllm.choreo"  # vLLM prints the lines of loggers that are named after it
 _installed = False
 
@@ -61,6 +58,8 @@ def install() -> None:
     cpu_kernels.hook(type(current_platform))
     if current_platform.is_cpu() or current_platform.is_cuda():
         _hook_configuration(type(current_platform))
+        if current_platform.is_cuda():
+            attention_choice.hook(type(current_platform))
         utility.install()
         fleet_client.install(command_line.is_active)
     else:
@@ -137,44 +136,18 @@ def configure_before(vllm_config: VllmConfig) -> None:
 
     if not _applies(vllm_config):
         return
-    adopt_declared(vllm_config)
+    if current_platform.is_cuda():
+        attention_choice.choose_kv_dtype(vllm_config)
+    else:
+        adopt_declared(vllm_config)
     if _has_mla(vllm_config):
         if current_platform.is_cpu():
             mla.choose_backend(vllm_config)
     elif current_platform.is_cuda():
-        _choose_backend(vllm_config, current_platform.get_device_capability())
+        attention_choice.check_chosen(vllm_config)
     elif not vllm_config.cache_config.user_specified_block_size:
         vllm_config.cache_config.block_size = CPU_BLOCK_SIZE
         vllm_config.cache_config.user_specified_block_size = True
-
-
-def _choose_backend(vllm_config: VllmConfig, capability: DeviceCapability | None) -> None:
-    """Choose the first of vLLM's backends for which there is ours, and that runs the model.
-
-    Raises:
-        UnsupportedOptionError: the user chose one for which there is none.
-    """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    attention, model = vllm_config.attention_config, vllm_config.model_config
-    if attention.backend is not None:
-        if attention.backend.name not in _GPU_BACKENDS:
-            raise UnsupportedOptionError(
-                f"choreography has attention for {' and '.join(_GPU_BACKENDS)}: choose one of "
-                'them or none, or run vLLM without the plugin (VLLM_PLUGINS="")',
-                parameter="attention_config.backend",
-                value=attention.backend.name,
-            )
-        return
-    for name in _GPU_BACKENDS:
-        backend = AttentionBackendEnum[name].get_class()
-        if (
-            backend.supports_compute_capability(capability)
-            and backend.supports_dtype(model.dtype)
-            and backend.supports_head_size(model.get_head_size())
-        ):
-            attention.backend = AttentionBackendEnum[name]
-            return
 
 
 def configure_after(vllm_config: VllmConfig) -> None:
@@ -287,7 +260,11 @@ def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
     from vllm.platforms import current_platform
 
     cache = vllm_config.cache_config
-    if cache.cache_dtype == "auto":
+    of_model = attention_choice.name_of_model_dtype(vllm_config)
+    # vLLM's attention on CPUs takes no such name.
+    if cache.cache_dtype == "auto" or (
+        cache.cache_dtype == of_model and not current_platform.is_cpu()
+    ):
         return
     found = "kv_cache_dtype", cache.cache_dtype
     if quantized_name(cache.cache_dtype) is None:
@@ -296,7 +273,7 @@ def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         # Of both backends that ours take the place of (`supports_quant_query_input`).
         reason = (
             "on GPUs vLLM rounds queries to 8 bits as well, before choreography turns them for "
-            "each parent: use 'auto'"
+            "each parent: use 'auto', or the dtype of the model where its checkpoint declares this"
         )
     elif vllm_config.model_config.use_mla:
         reason = "the rows of MLA are choreographed in the dtype of the model alone: use 'auto'"
