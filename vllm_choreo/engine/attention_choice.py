@@ -25,7 +25,7 @@ def hook(platform: type[CudaPlatformBase]) -> None:
     """
     get_valid_backends = platform.get_valid_backends
 
-    def get_ours(cls: type[CudaPlatformBase], *args: Any, **kwargs: Any) -> Any:
+    def get_ours(cls: type[CudaPlatformBase], *args: object, **kwargs: object) -> Any:
         valid, reasons = get_valid_backends(*args, **kwargs)
         if not _is_choreographed():
             return valid, reasons

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
@@ -42,7 +42,7 @@ class ChoreoDrafter(SpecDecodeBaseProposer):
             self.mrope_positions if self.uses_mrope else self.positions
         )
 
-    def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def propose(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Extend vLLM's method: the pass ends with it."""
         try:
             return super().propose(*args, **kwargs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
@@ -60,7 +59,7 @@ class ChoreoSpeculator(DraftModelSpeculator):
         for manager in self.graph_managers:
             manager.__class__ = ChoreoSpeculatorGraphManager
 
-    def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def propose(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Extend vLLM's method: passes behind a step with calls choose no full CUDA graph."""
         self._num_passes = 0
         has_calls = self.step is not None and self.spans.reads_spans(self.step.request_ids)
@@ -120,7 +119,7 @@ class _ChoreoTargetDependentSpeculator(ChoreoSpeculator, TargetDependentARSpecul
         managers = (self.prefill_cudagraph_manager, self.decode_cudagraph_manager)
         return [manager for manager in managers if manager is not None]
 
-    def _run_model(self, num_tokens: int, *args: Any, **kwargs: Any) -> object:
+    def _run_model(self, num_tokens: int, *args: object, **kwargs: object) -> object:
         """Extend vLLM's method, by which every pass runs."""
         with self.reading(self.input_buffers.positions[:num_tokens]):
             return super()._run_model(num_tokens, *args, **kwargs)
@@ -141,7 +140,7 @@ class ChoreoStandaloneSpeculator(ChoreoSpeculator, StandaloneARSpeculator):
     graph_managers: list[ChoreoSpeculatorGraphManager] = []  # noqa: RUF012
 
     def _run_model(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, *args: Any, **kwargs: Any
+        self, input_ids: torch.Tensor, positions: torch.Tensor, *args: object, **kwargs: object
     ) -> torch.Tensor:
         """Extend vLLM's method, by which every pass runs."""
         with self.reading(positions):

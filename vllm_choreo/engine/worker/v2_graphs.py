@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
@@ -16,7 +15,7 @@ class GuardedGraphManager(CudaGraphManager):
     allow_full = True
     _candidates: dict[tuple[int, int], list[BatchExecutionDescriptor]]
 
-    def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
+    def dispatch(self, *args: object, **kwargs: object) -> BatchExecutionDescriptor:
         if self.allow_full:
             return super().dispatch(*args, **kwargs)
         candidates, self._candidates = self._candidates, self._without_full
