@@ -251,7 +251,7 @@ def test_suffixes_are_looked_up_for_calls(
     [
         ("draft_model", False, False, "parallel_drafting"),
         ("medusa", False, False, "speculative_config.method"),
-        ("eagle", True, True, "parallel_drafting"),
+        ("eagle", True, True, "enable_lora"),
         ("eagle", False, True, "async_scheduling"),
     ],
 )
@@ -262,6 +262,7 @@ def test_what_cannot_draft_is_refused(
         speculative_config=SimpleNamespace(method=method, parallel_drafting=True),
         model_config=SimpleNamespace(use_mla=False, is_hybrid=False),
         use_v2_model_runner=v2,
+        lora_config=object(),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
     )
     with pytest.raises(UnsupportedOptionError, match=named):

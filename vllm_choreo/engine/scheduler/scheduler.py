@@ -408,6 +408,8 @@ class _Choreographed(Scheduler):
 
     def _count_drafts(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Count the drafted tokens of calls, and those that were right."""
+        if not step.scheduled_spec_decode_tokens:
+            return
         invalid = step.num_invalid_spec_tokens or {}
         # vLLM pads requests that begin with one token. What it drafted for others only workers may
         # know.
