@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu.cases import Heads
-from benchmarks.gpu.model.bounds import BOUNDS, GPUS, MODELS, PREPARED, Rates, rates
+from benchmarks.gpu.model.bounds import BOUNDS, GPUS, MODELS, Rates, rates
 from benchmarks.gpu.model.compare import compare
 from benchmarks.gpu.model.cost import GRAPHS, STOCK, TODAY, WAYS, Machine, Times, Way, times
 from benchmarks.gpu.model.counts import (
@@ -156,7 +156,7 @@ def test_more_work_never_takes_less() -> None:
 def test_every_bound_has_a_source() -> None:
     kinds = ("measured", "published", "assumed")
     assert {f.name for f in fields(Rates)} == set(BOUNDS)
-    for name, bound in {**BOUNDS, "prepared": PREPARED}.items():
+    for name, bound in BOUNDS.items():
         assert bound.source.startswith(kinds), name
         assert bound.slow != bound.fast and min(bound.slow, bound.fast) > 0, name
 

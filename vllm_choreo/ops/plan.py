@@ -9,7 +9,9 @@ implementation takes both, and makes of them what its kernels need.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,6 +44,34 @@ class SpanPlan:
     reads: SharedReads | None = None
     tiles: Tiles | None = None
     workspace: torch.Tensor | None = None
+
+    @functools.cached_property
+    def launches(self) -> dict[object, Any]:
+        """Launches of its tiles, by the looks of layers.
+
+        Plans have them in common that differ in no more than where block table and numbers of own
+        tokens lie, and what they say.
+        """
+        assert self.tiles is not None
+        table = self.spans.block_table
+        # Tensors that such plans have in common count by which they are; launches keep them.
+        look = (
+            *(id(self.cos_sin), id(self.spans.reweighting), id(self.workspace)),
+            *(self.spans.block_size, table.shape, table.stride(), table.dtype, table.device),
+            *(address % 16 for address in self.addresses),
+        )
+        found: dict[object, Any] = self.tiles.launches.setdefault(look, {})
+        return found
+
+    @functools.cached_property
+    def addresses(self) -> tuple[int, int]:
+        """Where the block table and the numbers of own tokens lie."""
+        assert self.tiles is not None
+        return self.spans.block_table.data_ptr(), self.tiles.own_tokens.data_ptr()
+
+
+# Numbers of all looks of layers of this process.
+_looks: dict[object, int] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,3 +108,20 @@ class LayerAttention:
     layout: Layout = Layout.KEYS_TRANSPOSED
     quantized: QuantizedKV | None = None
     value_size: int | None = None
+
+    @functools.cached_property
+    def look(self) -> int:
+        """Number for all of it but where its tensors lie: the same for layers that are alike."""
+        tensors = (self.alibi_slopes, self.sinks)
+        looks = (t if t is None else (t.shape, t.dtype, t.data_ptr() % 16) for t in tensors)
+        look = (
+            *(self.scale, self.is_neox, self.softcap, self.window, self.layout),
+            *(self.quantized, self.value_size, *looks),
+        )
+        return _looks.setdefault(look, len(_looks))
+
+    @functools.cached_property
+    def addresses(self) -> tuple[int | None, int | None]:
+        """Where slopes and sinks lie; None: there are none."""
+        slopes, sinks = (t if t is None else t.data_ptr() for t in (self.alibi_slopes, self.sinks))
+        return slopes, sinks

@@ -122,14 +122,15 @@ OURS: Mapping[str, Bound] = {
     "reading": Bound(0.35, 0.70, "assumed, from registers and loops: make gpu-check"),
     "products_of_spans": Bound(0.15, 0.22, "assumed, from the instructions of its loop"),
     "segment": Bound(4 * US, 2 * US, "assumed: four loads that need one another"),
-    # 140 to 165 us were measured without the driver, which adds two launches and a graph's.
-    "layer": Bound(185 * US, 150 * US, "measured without a driver; published: 3 to 6 us a launch"),
+    # A layer's launches are prepared; a piece of a graph is left, and two or three launches.
+    "layer": Bound(
+        40 * US,
+        20 * US,
+        "measured without a driver: 7 us (benchmarks/gpu/host.py); assumed: three calls of it",
+    ),
     "plan": Bound(4.0, 0.8, "measured: planning alone 0.8 to 1.2, in the engine up to 4"),
 }
 BOUNDS: Mapping[str, Bound] = {**SHARED, **STOCK, **OURS}
-
-# Launches that are prepared once per plan and layer: a piece of a graph and two launches are left.
-PREPARED = Bound(40 * US, 20 * US, "assumed: three calls of the driver, and their Python")
 
 # Seconds of planning: at all, and for each span and each query. measured: one core, Xeon 2.8 GHz,
 # 3 to 32 requests of 3 to 16 spans of 400 tokens, `plan_shared_reads` and `make_tiles`.

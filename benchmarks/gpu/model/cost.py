@@ -42,9 +42,8 @@ class Way:
 
 STOCK = Way("stock", False, True)
 TODAY = Way("choreographed", True, False)
-PREPARED = Way("launches prepared", True, False)
 GRAPHS = Way("full graphs", True, True)
-WAYS = (STOCK, TODAY, PREPARED, GRAPHS)
+WAYS = (STOCK, TODAY, GRAPHS)
 
 
 @dataclass(frozen=True)

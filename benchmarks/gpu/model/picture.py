@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.model.bounds import GPUS
-from benchmarks.gpu.model.cost import GRAPHS, PREPARED, TODAY
+from benchmarks.gpu.model.cost import GRAPHS, TODAY
 from benchmarks.harness.pictures import (
     BLUE,
     GREEN,
@@ -23,7 +23,7 @@ from benchmarks.harness.pictures import (
 
 MODEL, WORKFLOW, READERS = "Llama-3.1-8B", "parallel debate", 3
 _OF_GPU = dict(zip(GPUS, (BLUE, GREEN, ORANGE), strict=True))
-_OF_WAY = {TODAY.name: RED, PREPARED.name: BLUE, GRAPHS.name: GREEN}
+_OF_WAY = {TODAY.name: RED, GRAPHS.name: GREEN}
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -55,7 +55,7 @@ def _draw_first_tokens(axes: Any, runs: Rows) -> None:
 def _draw_whole(axes: Any, runs: Rows) -> None:
     for i, (way, colour) in enumerate(_OF_WAY.items()):
         rows = [row for row in runs if row["side"] == way]
-        at = [j + 0.2 * (i - 1) for j in range(len(rows))]
+        at = [j + 0.2 * (i - 0.5) for j in range(len(rows))]
         _draw_bounds(axes, at, rows, "total_ratio", way, colour)
     _finish(axes, list(GPUS), "stock / choreographed")
 
@@ -82,12 +82,10 @@ def _finish(axes: Any, names: Sequence[str], what: str) -> None:
 def _draw_lengths(axes: Any, lengths: Rows) -> None:
     """Longest answers that gain; a line ends where all do."""
     for gpu, colour in _OF_GPU.items():
-        for way, style in ((TODAY.name, "-"), (PREPARED.name, "--")):
-            rows = [r for r in lengths if r["gpu"] == gpu and r["side"] == way]
-            drawn = [r for r in rows if 0 < r["break_even_tokens"] < float("inf")]
-            x, y = ([r[key] for r in drawn] for key in ("read_tokens", "break_even_tokens"))
-            label = gpu if style == "-" else f"{gpu}, launches prepared"
-            axes.plot(x, y, style, marker="o", ms=3, lw=1.5, color=colour, label=label)
+        rows = [r for r in lengths if r["gpu"] == gpu and r["side"] == TODAY.name]
+        drawn = [r for r in rows if 0 < r["break_even_tokens"] < float("inf")]
+        x, y = ([r[key] for r in drawn] for key in ("read_tokens", "break_even_tokens"))
+        axes.plot(x, y, marker="o", ms=3, lw=1.5, color=colour, label=gpu)
     logarithmic(axes)
     name_ticks(axes, sorted({r["read_tokens"] for r in lengths})[::3])
     axes.set_xlabel("tokens that each call reads", fontsize=9)

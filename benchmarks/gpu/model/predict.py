@@ -12,13 +12,11 @@ from benchmarks.gpu.model.bounds import (
     GPUS,
     MODELS,
     OURS,
-    PREPARED,
     SHARED,
     Bound,
     rates,
 )
 from benchmarks.gpu.model.bounds import STOCK as OF_STOCK
-from benchmarks.gpu.model.cost import PREPARED as PREPARED_WAY
 from benchmarks.gpu.model.cost import STOCK, WAYS, Machine, Times, Way, times
 from benchmarks.gpu.model.counts import FIRST, PREFILL, Counts, count_readers
 
@@ -58,9 +56,7 @@ def workflow_rows(
 
 def bounds_of(way: Way) -> Mapping[str, Bound]:
     """Bounds of the rates that only this way has."""
-    if not way.is_choreographed:
-        return OF_STOCK
-    return {**OURS, "layer": PREPARED} if way is PREPARED_WAY else OURS
+    return OURS if way.is_choreographed else OF_STOCK
 
 
 def middle(way: Way) -> Mapping[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.gpu.model.cost import GRAPHS, PREPARED, STOCK, TODAY
+from benchmarks.gpu.model.cost import GRAPHS, STOCK, TODAY
 from benchmarks.harness.tables import Cell, Row, Rows, Table, middle, of, only, stored
 
 MODEL, WORKFLOW = "Llama-3.1-8B", "parallel debate"
@@ -24,7 +24,6 @@ def _figures(rows: Rows) -> dict[str, Cell]:
         "step, stock, ms": middle(of("decode_step_ms", side=STOCK.name), ".1f"),
         "choreographed, step": middle(of("decode_step_ms", side=TODAY.name), ".1f"),
         "ratio, all": stored("total_ratio", ".2f", side=TODAY.name),
-        "launches prepared, all": stored("total_ratio", ".2f", side=PREPARED.name),
         "full graphs, all": stored("total_ratio", ".2f", side=GRAPHS.name),
     }
 
@@ -69,9 +68,7 @@ TABLES = {
         {
             "first token: tokens read, at least": _least_read(TODAY.name),
             "of 1,024 tokens read: answer, at most": _answer(1024, TODAY.name),
-            "launches prepared": _answer(1024, PREPARED.name),
             "of 8,192": _answer(8192, TODAY.name),
-            "of 8,192, prepared": _answer(8192, PREPARED.name),
         },
         rows=only(model=MODEL),
     ),

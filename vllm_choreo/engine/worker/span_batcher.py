@@ -14,6 +14,7 @@ from itertools import accumulate
 from operator import is_not
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_choreo.engine.step import RequestSpans
@@ -124,6 +125,7 @@ class SpanBatcher:
         self._requests: dict[str, RequestSpans] = {}
         self._block_ids: dict[str, Sequence[Sequence[int]]] = {}
         self._laid_out: list[RequestSpans] = []
+        self._reads_spans = False  # those that are laid out
         self._groups = [
             _GroupBatcher(self, group, is_tiled, workspace)
             for group in dict.fromkeys(kind.group for kind in self.kinds)
@@ -165,16 +167,19 @@ class SpanBatcher:
             step: the batch.
             always: True to plan such a batch, too.
         """
-        if not (always or self.reads_spans(step.request_ids)):
-            return None
         requests = [self._requests.get(request_id, _ORDINARY) for request_id in step.request_ids]
         # By identity: the spans of a request that starts again are a new object, and may lie in
         # other blocks.
         is_new = len(requests) != len(self._laid_out) or any(map(is_not, requests, self._laid_out))
         if is_new:
+            reads_spans = not all(spans.is_ordinary for spans in requests)
+            if not (always or reads_spans):
+                return None
             for group in self._groups:
                 group.lay_out(requests)
-            self._laid_out = requests
+            self._laid_out, self._reads_spans = requests, reads_spans
+        elif not (always or self._reads_spans):
+            return None
         plans: dict[int, SpanPlan] = {}
         for group in self._groups:
             plans.update(group.batch(step, is_new))
@@ -242,15 +247,16 @@ class _GroupBatcher:
         )
         self._columns: dict[str, torch.Tensor] = {}
         self._reweighting: Reweighting | None = None
-        self._own: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self._own: np.ndarray = np.empty(0, dtype=np.int64)
         self._bases: torch.Tensor = torch.empty(0, dtype=torch.int32)
         self._device_bases: torch.Tensor = self._bases
         self._cos_sin: dict[Rotation | None, torch.Tensor | None] = {}
         self._reads: SharedReads | None = None
         self._reads_for: list[int] = []
+        self._reads_queries: bytes | None = None  # None: the spans were laid out since
         self._tiles: dict[LayerShape, Tiles] = {}
-        self._tiled_for: tuple[object, SharedReads | None, list[int]] = (None, None, [])
-        self._tiled_own: torch.Tensor = self._bases
+        self._tiled_for: tuple[object, SharedReads | None, bytes] = (None, None, b"")
+        self._most_own = self._bases.numpy()  # own tokens up to which the tiles serve
 
     def lay_out(self, requests: Sequence[RequestSpans]) -> None:
         """Flatten the spans; each request's own span comes last and is not rotated."""
@@ -270,7 +276,8 @@ class _GroupBatcher:
             for name in ("first_slot", "num_tokens", "stored_position", "position_delta")
         }
         self._columns["span_start_loc"] = int32([0, *ends])
-        self._own = torch.tensor(ends, dtype=torch.int64) - 1
+        self._own = np.array(ends, dtype=np.int64) - 1
+        self._reads_queries = None
         self._reweighting = reweighting_of(with_own, self.device)
         self._bases = int32([request.base for request in with_own])
         self._device_bases = to_device(self._bases, self.device)
@@ -288,9 +295,9 @@ class _GroupBatcher:
             is_new: False if, since the step before, only the own spans have grown, as vLLM's
                 sequences do.
         """
-        own = step.seq_lens - self._bases
+        own = step.seq_lens.numpy() - self._bases.numpy()
         num_tokens = self._columns["num_tokens"].clone()
-        num_tokens[self._own] = own
+        num_tokens.numpy()[self._own] = own
         spans = SpanBatch(
             query_start_loc=step.query_start_loc,
             block_table=step.table_of(self.group),
@@ -301,8 +308,9 @@ class _GroupBatcher:
         if is_new:
             spans.validate()
         is_planned = self.batcher.shared_reading or self._reweighting is not None
-        reads = self._reads_of(step, spans, is_new) if is_planned else None
-        tiles = self._tiles_of(step, spans, reads, own) if self.is_tiled else {}
+        queries = step.query_start_loc.numpy().tobytes()
+        reads = self._reads_of(step, spans, queries) if is_planned else None
+        tiles = self._tiles_of(step, spans, reads, own, queries) if self.is_tiled else {}
         return {
             index: SpanPlan(
                 spans, self._cos_sin[kind.rotation], reads, tiles.get(kind.shape), self.workspace
@@ -310,40 +318,46 @@ class _GroupBatcher:
             for index, kind in self._kinds.items()
         }
 
-    def _reads_of(self, step: StepBatch, spans: SpanBatch, is_new: bool) -> SharedReads | None:
-        """Groups of shared reads; planned anew where a request begins to decode, too."""
+    def _reads_of(self, step: StepBatch, spans: SpanBatch, queries: bytes) -> SharedReads | None:
+        """Groups of shared reads; planned anew where a request begins to decode, too.
+
+        Args:
+            queries: bytes of the spans' `query_start_loc`.
+        """
+        if queries == self._reads_queries:
+            return self._reads
         counts = counted_queries(spans.query_start_loc)
-        if is_new or counts != self._reads_for:
+        if self._reads_queries is None or counts != self._reads_for:
             table = self.batcher.host_table(step, self.group)
             in_host = dataclasses.replace(spans, block_table=table)
             self._reads = plan_shared_reads(in_host, self._max_partials)
             self._reads_for = counts
+        self._reads_queries = queries
         return self._reads
 
     def _tiles_of(
-        self, step: StepBatch, spans: SpanBatch, reads: SharedReads | None, own: torch.Tensor
+        self,
+        step: StepBatch,
+        spans: SpanBatch,
+        reads: SharedReads | None,
+        own: np.ndarray,
+        queries: bytes,
     ) -> dict[LayerShape, Tiles]:
-        """Tiles of each shape of a layer, cut anew where the last step's do not serve."""
-        if not self._tiles_serve(spans, reads, own):
+        """Tiles of each shape of a layer, cut anew where the last step's do not serve.
+
+        They hold for the same queries; own spans that grow leave the shares of the work uneven.
+        """
+        columns, tiled_reads, tiled_queries = self._tiled_for
+        is_same = columns is self._columns and tiled_reads is reads and tiled_queries == queries
+        if not is_same or bool((own > self._most_own).any()):
             from vllm_choreo.ops.triton import make_tiles
 
             self._tiles = {
                 shape: make_tiles(spans, reads, device=self.device, **shape._asdict())
                 for shape in self._shapes
             }
-            self._tiled_for = (self._columns, reads, spans.query_start_loc.tolist())
-            self._tiled_own = own
+            self._tiled_for = (self._columns, reads, queries)
+            self._most_own = 2 * np.maximum(own, MIN_SPLIT_TOKENS)
         assert step.device_seq_lens is not None
         own_tokens = step.device_seq_lens - self._device_bases
         return {shape: tiles.with_own_tokens(own_tokens) for shape, tiles in self._tiles.items()}
-
-    def _tiles_serve(self, spans: SpanBatch, reads: SharedReads | None, own: torch.Tensor) -> bool:
-        """Return whether the last step's tiles serve for this one.
-
-        They hold for the same queries; own spans that grow leave the shares of the work uneven.
-        """
-        laid_out, tiled_reads, query_start_loc = self._tiled_for
-        is_same = laid_out is self._columns and tiled_reads is reads
-        if not is_same or query_start_loc != spans.query_start_loc.tolist():
-            return False
-        return not bool((own > 2 * self._tiled_own.clamp(min=MIN_SPLIT_TOKENS)).any())

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import torch
 import triton
@@ -14,8 +16,9 @@ from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import PARTIAL_BYTES, SharedReads, partial_row_bytes
 from vllm_choreo.ops.spans import SpanBatch
 from vllm_choreo.ops.tile_planner import plan_tiles
-from vllm_choreo.ops.tiles import MIN_ROWS, Tiles
+from vllm_choreo.ops.tiles import MIN_ROWS, TileClass, Tiles
 from vllm_choreo.ops.triton.kernels import attend_tiles, merge_partials
+from vllm_choreo.ops.triton.launches import KernelLaunch, LayerLaunches, Moving
 from vllm_choreo.ops.triton.tuning import arch_of, tuning_of
 
 # What the interpreter is told to fill, so that small tests are split as well.
@@ -26,6 +29,12 @@ _NUM_STAGES = 3
 _FORMATS = {torch.float8_e4m3fn: (1, 256.0), torch.float8_e5m2: (2, 1.0)}
 # Bytes of a chunk of keys in shared memory; values take as much, for two chunks each.
 _CHUNK_BYTES = 16 * 1024
+# Which arguments of a kernel are those of `Moving`.
+_ATTEND_PLACES = {
+    0: "query", 3: "keys", 5: "values", 7: "output", 12: "table", 15: "slopes", 16: "sinks",
+    25: "own_tokens",
+}  # fmt: skip
+_MERGE_PLACES = {0: "output", 8: "sinks"}
 
 
 @functools.cache
@@ -119,83 +128,202 @@ def span_attention(
     The block table, ``cos_sin``, temperatures and factors lie on the query's device; without
     ``tiles`` the rest of the plan's spans lies in host memory.
     """
-    _, num_heads, head_size = query.shape
-    num_kv_heads, value_size = kv_cache.shape[1], output.shape[2]
     if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"query is {query.dtype}; impl='triton' has kernels for float32, bfloat16 and float16"
         )
     if query.stride(2) != 1 or output.stride(2) != 1:
         raise ValueError("the last dim of query and output must be contiguous")
-    tiles, table, cos_sin = plan.tiles, plan.spans.block_table, plan.cos_sin
-    if tiles is None:
-        tiles = make_tiles(
-            plan.spans,
-            plan.reads,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            dtype=query.dtype,
-            device=query.device,
-            window=layer.window,
-        )
-    weights, quantized = plan.spans.reweighting, layer.quantized
-    encoding, unit = _FORMATS[quantized.dtype] if quantized else (0, 1.0)
-    key_scale = quantized.key_scale * unit if quantized else 1.0
-    value_scale = quantized.value_scale * unit if quantized else 1.0
+    if len({tensor.device for tensor in (query, kv_cache, output, plan.spans.block_table)}) > 1:
+        raise ValueError("query, kv_cache, output and block table lie on different devices")
+    if plan.tiles is None:
+        plan = dataclasses.replace(plan, tiles=_tiles_of(query, kv_cache, plan, layer))
+    moving = _moving(query, kv_cache, output, plan, layer)
+    launches = LayerLaunches(_launches(moving, plan, layer), moving, kv_cache)
+    plan.launches[_look(query, kv_cache, output, layer)] = launches
+
+
+def launch_again(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    plan: SpanPlan,
+    layer: LayerAttention,
+) -> bool:
+    """Run ``span_attention`` if it ran for the plan's tiles and a layer that looks alike.
+
+    Returns:
+        False if it did not: nothing is run then.
+    """
+    if plan.tiles is None:
+        return False
+    found: LayerLaunches | None = plan.launches.get(_look(query, kv_cache, output, layer))
+    if found is None:
+        return False
+    if found.is_prepared:
+        at = query.data_ptr(), kv_cache.data_ptr(), output.data_ptr()
+        found.launch_at(*at, layer.addresses, plan.addresses)
+    else:
+        found.launch(_moving(query, kv_cache, output, plan, layer))
+    return True
+
+
+def _look(
+    query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, layer: LayerAttention
+) -> tuple[object, ...]:
+    """All that launches of a step depend on, but for where tensors of a layer begin.
+
+    Of that, how they are aligned: other kernels are compiled for other alignments.
+    """
+    begins = query.data_ptr() % 16, kv_cache.data_ptr() % 16, output.data_ptr() % 16
+    return (
+        layer.look,
+        begins,
+        *(query.shape, query.stride(), query.dtype, query.device),
+        *(kv_cache.shape, kv_cache.stride(), kv_cache.dtype),
+        *(output.shape, output.stride(), output.dtype),
+    )
+
+
+def _moving(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    plan: SpanPlan,
+    layer: LayerAttention,
+) -> Moving:
+    assert plan.tiles is not None
     keys = key_view(kv_cache, layer.layout)
     values = value_view(kv_cache, layer.layout, layer.value_size)
-    partial_output, partial_lse = _partials(plan, tiles.num_partials, output)
-    padded, padded_value = map(triton.next_power_of_2, (head_size, value_size))
-    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
-    row_bytes, arch = _row_bytes(head_size, query.dtype), arch_of(query.device)
+    table, own_tokens = plan.spans.block_table, plan.tiles.own_tokens
+    of_layer = layer.alibi_slopes, layer.sinks
+    return Moving(query, keys, values, output, *of_layer, table, own_tokens)
+
+
+def _tiles_of(
+    query: torch.Tensor, kv_cache: torch.Tensor, plan: SpanPlan, layer: LayerAttention
+) -> Tiles:
+    _, num_heads, head_size = query.shape
+    return make_tiles(
+        plan.spans,
+        plan.reads,
+        num_heads=num_heads,
+        num_kv_heads=kv_cache.shape[1],
+        head_size=head_size,
+        dtype=query.dtype,
+        device=query.device,
+        window=layer.window,
+    )
+
+
+def _launches(moving: Moving, plan: SpanPlan, layer: LayerAttention) -> list[KernelLaunch]:
+    """Launches of a step, as for its first layer."""
+    query, output, tiles = moving.query, moving.output, plan.tiles
+    assert tiles is not None
+    partials = _partials(plan, tiles.num_partials, output)
+    constants = _constants(moving, plan, layer)
+    row_bytes, arch = _row_bytes(query.shape[2], query.dtype), arch_of(query.device)
+    launches = []
     for tile_class in tiles.classes:
-        grid = (tile_class.items.shape[0] * num_kv_heads,)
-        attend_tiles[grid](
-            query, *query.stride()[:2],
-            keys, keys.stride(1), values, values.stride(1),
-            output, *output.stride()[:2], partial_output, partial_lse,
-            table, table.stride(0), cos_sin, layer.alibi_slopes, layer.sinks,
-            tile_class.query, tile_class.request, tile_class.column, tile_class.items,
-            tiles.segments, tiles.read_span, tiles.read_position,
-            tiles.own_first_slot, tiles.own_tokens, tiles.own_position, tiles.query_end,
-            weights and weights.temperature, layer.scale * key_scale, layer.softcap,
-            layer.window or 0, value_scale,
-            BLOCK_STRIDE=keys.stride(0),
-            KEY_SLOT=keys.stride(2),
-            KEY_DIM=keys.stride(3),
-            VALUE_SLOT=values.stride(2),
-            VALUE_DIM=values.stride(3),
-            NUM_ROWS=tile_class.num_rows,
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP_HEADS=num_heads // num_kv_heads,
-            HEAD_SIZE=head_size,
-            PADDED_HEAD_SIZE=padded,
-            VALUE_SIZE=value_size,
-            PADDED_VALUE_SIZE=padded_value,
-            ROTARY_OFFSET=layer.value_size or 0,
-            ROTARY_DIM=rotary_dim,
-            IS_NEOX=layer.is_neox,
-            RUN=math.gcd(rotary_dim // 2, layer.value_size or 0, 16),
-            HAS_SOFTCAP=layer.softcap > 0,
-            HAS_ALIBI=layer.alibi_slopes is not None,
-            HAS_WINDOW=layer.window is not None,
-            HAS_SINKS=layer.sinks is not None,
-            HAS_TEMPERATURE=weights is not None,
-            BLOCK_SIZE=plan.spans.block_size,
-            CHUNK=_chunk_tokens(padded, query.dtype),
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            WIDEN=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
-            FORMAT=encoding,
-            num_stages=_NUM_STAGES,
-            **tuning_of(tile_class.num_rows, row_bytes, query.dtype.itemsize, arch).options(),
-        )  # fmt: skip
+        tuning = tuning_of(tile_class.num_rows, row_bytes, query.dtype.itemsize, arch)
+        launches.append(
+            KernelLaunch(
+                attend_tiles,
+                (tile_class.items.shape[0] * moving.keys.shape[1],),
+                _attend_args(moving, plan, layer, tiles, tile_class, partials),
+                _ATTEND_PLACES,
+                {**constants, "NUM_ROWS": tile_class.num_rows},
+                {"num_stages": _NUM_STAGES, **tuning.options()},
+            )
+        )
     if tiles.num_partials:
-        merge_partials[(tiles.merged_query.numel(), num_heads)](
-            output, *output.stride()[:2], partial_output, partial_lse,
-            tiles.merged_query, tiles.partial_start_loc, tiles.partial, layer.sinks,
+        launches.append(_merge(moving, plan, layer, tiles, partials))
+    return launches
+
+
+def _attend_args(
+    moving: Moving,
+    plan: SpanPlan,
+    layer: LayerAttention,
+    tiles: Tiles,
+    tile_class: TileClass,
+    partials: tuple[torch.Tensor, torch.Tensor],
+) -> list[Any]:
+    query, keys, values, output, slopes, sinks, table, own_tokens = moving
+    weights, quantized = plan.spans.reweighting, layer.quantized
+    unit = _FORMATS[quantized.dtype][1] if quantized else 1.0
+    key_scale = quantized.key_scale * unit if quantized else 1.0
+    value_scale = quantized.value_scale * unit if quantized else 1.0
+    return [
+        query, *query.stride()[:2],
+        keys, keys.stride(1), values, values.stride(1),
+        output, *output.stride()[:2], *partials,
+        table, table.stride(0), plan.cos_sin, slopes, sinks,
+        tile_class.query, tile_class.request, tile_class.column, tile_class.items,
+        tiles.segments, tiles.read_span, tiles.read_position,
+        tiles.own_first_slot, own_tokens, tiles.own_position, tiles.query_end,
+        weights and weights.temperature, layer.scale * key_scale, layer.softcap,
+        layer.window or 0, value_scale,
+    ]  # fmt: skip
+
+
+def _constants(moving: Moving, plan: SpanPlan, layer: LayerAttention) -> dict[str, Any]:
+    """Constants of `attend_tiles`, but for the number of rows."""
+    query, keys, values = moving.query, moving.keys, moving.values
+    rotary_dim = 0 if plan.cos_sin is None else plan.cos_sin.shape[1]
+    padded, padded_value = map(triton.next_power_of_2, (query.shape[2], values.shape[3]))
+    return {
+        "BLOCK_STRIDE": keys.stride(0),
+        "KEY_SLOT": keys.stride(2),
+        "KEY_DIM": keys.stride(3),
+        "VALUE_SLOT": values.stride(2),
+        "VALUE_DIM": values.stride(3),
+        "NUM_KV_HEADS": keys.shape[1],
+        "GROUP_HEADS": query.shape[1] // keys.shape[1],
+        "HEAD_SIZE": query.shape[2],
+        "PADDED_HEAD_SIZE": padded,
+        "VALUE_SIZE": values.shape[3],
+        "PADDED_VALUE_SIZE": padded_value,
+        "ROTARY_OFFSET": layer.value_size or 0,
+        "ROTARY_DIM": rotary_dim,
+        "IS_NEOX": layer.is_neox,
+        "RUN": math.gcd(rotary_dim // 2, layer.value_size or 0, 16),
+        "HAS_SOFTCAP": layer.softcap > 0,
+        "HAS_ALIBI": layer.alibi_slopes is not None,
+        "HAS_WINDOW": layer.window is not None,
+        "HAS_SINKS": layer.sinks is not None,
+        "HAS_TEMPERATURE": plan.spans.reweighting is not None,
+        "BLOCK_SIZE": plan.spans.block_size,
+        "CHUNK": _chunk_tokens(padded, query.dtype),
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "WIDEN": query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
+        "FORMAT": _FORMATS[layer.quantized.dtype][0] if layer.quantized else 0,
+    }
+
+
+def _merge(
+    moving: Moving,
+    plan: SpanPlan,
+    layer: LayerAttention,
+    tiles: Tiles,
+    partials: tuple[torch.Tensor, torch.Tensor],
+) -> KernelLaunch:
+    """Launch of the merge of partial results."""
+    output, weights = moving.output, plan.spans.reweighting
+    return KernelLaunch(
+        merge_partials,
+        (tiles.merged_query.numel(), output.shape[1]),
+        [
+            output, *output.stride()[:2], *partials,
+            tiles.merged_query, tiles.partial_start_loc, tiles.partial, moving.sinks,
             tiles.merged_request, tiles.merged_chosen, weights and weights.factor,
-            VALUE_SIZE=value_size, PADDED_VALUE_SIZE=padded_value,
-            HAS_SINKS=layer.sinks is not None,
-            HAS_TEMPERATURE=weights is not None, num_warps=1,
-        )  # fmt: skip
+        ],
+        _MERGE_PLACES,
+        {
+            "VALUE_SIZE": output.shape[2],
+            "PADDED_VALUE_SIZE": triton.next_power_of_2(output.shape[2]),
+            "HAS_SINKS": layer.sinks is not None,
+            "HAS_TEMPERATURE": weights is not None,
+        },
+        {"num_warps": 1},
+    )  # fmt: skip
