@@ -13,14 +13,16 @@ PACKAGE = Path(__file__).parents[2] / "vllm_choreo"
 # What is left, each for a reason: an operation of the engine answers whatever it answers (api),
 # what comes through Ray is whatever was sent (cluster),
 # fields of pydantic and a module chosen at run time (integrations), JSON of any form and
-# options of metrics (server), a file of JSON (repair), forms of msgspec (convert.py), arguments
+# options of metrics (server), a kernel of Triton (ops), a file of JSON (repair), forms of msgspec
+# (convert.py), arguments
 # that methods of vLLM get from us as we got them (engine), what workers of one kind hand to one
 # another and a facade whose methods are coroutines or not (planner).
 MOST = {
-    **dict.fromkeys(("chat", "client", "ops", "pml", "semantics", "snapshot", "store", "wire"), 0),
+    **dict.fromkeys(("chat", "client", "pml", "semantics", "snapshot", "store", "wire"), 0),
     **dict.fromkeys(("cli", "fleet", "lab", "transcript"), 0),
     **{"": 5, "api": 2, "integrations": 3, "repair": 1, "server": 4, "engine": 47, "testing": 8},
     "cluster": 3,
+    "ops": 1,
     "planner": 8,
 }
 

@@ -24,16 +24,16 @@ _compiled: dict[tuple[object, ...], CompiledKernel] = {}
 
 
 class Moving(NamedTuple):
-    """Arguments that may lie elsewhere in each layer or step: tensors, or their addresses."""
+    """Tensors that may lie elsewhere in each layer or step."""
 
-    query: Any
-    keys: Any
-    values: Any
-    output: Any
-    slopes: Any
-    sinks: Any
-    table: Any
-    own_tokens: Any
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    output: torch.Tensor
+    slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+    table: torch.Tensor
+    own_tokens: torch.Tensor
 
 
 @dataclass(eq=False)
