@@ -376,29 +376,6 @@ def test_sessions_of_a_tenant_find_what_others_encoded(model_config: Any) -> Non
     _run(main())
 
 
-def test_a_call_that_is_cancelled_between_placing_and_sending_leaves_nothing(
-    model_config: Any,
-) -> None:
-    async def main() -> None:
-        llm = PlayedLLM(2, model_config)
-        client, c = llm.engine_core, AsyncChoreography(llm)
-        pending = c.begin([4], sampling_params=greedy())
-        assert await c.place(pending) in (0, 1) and len(client.lives) == 1
-        await c.cancel([pending])
-        assert not client.lives
-
-        async def refuse(*args: Any, **named: Any) -> Queue:
-            raise asyncio.CancelledError
-
-        llm.add_request = refuse  # type: ignore[method-assign]
-        with pytest.raises(ChoreoError):
-            await c.prefill([1])
-        assert not client.lives
-        assert fleet_of(llm).queued == [0, 0]  # type: ignore[arg-type, union-attr]
-
-    _run(main())
-
-
 def test_what_cannot_be_moved_is_encoded(
     model_config: Any, fleet_log: pytest.LogCaptureFixture
 ) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.api.test_fleet import PlayedLLM, _run, greedy, model_config
+from tests.api.test_fleet import PlayedLLM, Queue, _run, greedy, model_config
 from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.api.fleet import fleet_of
-from vllm_choreo.errors import LimitError, ParentFailedError
+from vllm_choreo.errors import ChoreoError, LimitError, ParentFailedError
 
 __all__ = ["model_config"]  # fixture
 
@@ -45,6 +45,29 @@ def test_what_lies_somewhere_is_given_there(model_config: Any) -> None:
         c = AsyncChoreography(llm, tenant="t")
         again = await c.prefill([{"tokens": tokens} for tokens in documents])
         assert {n: c.engine_of(message) for n, message in enumerate(again)} == homes
+
+    _run(main())
+
+
+def test_a_call_that_is_cancelled_between_placing_and_sending_leaves_nothing(
+    model_config: Any,
+) -> None:
+    async def main() -> None:
+        llm = PlayedLLM(2, model_config)
+        client, c = llm.engine_core, AsyncChoreography(llm)
+        pending = c.begin([4], sampling_params=greedy())
+        assert await c.place(pending) in (0, 1) and len(client.lives) == 1
+        await c.cancel([pending])
+        assert not client.lives
+
+        async def refuse(*args: Any, **named: Any) -> Queue:
+            raise asyncio.CancelledError
+
+        llm.add_request = refuse  # type: ignore[method-assign]
+        with pytest.raises(ChoreoError):
+            await c.prefill([1])
+        assert not client.lives
+        assert fleet_of(llm).queued == [0, 0]  # type: ignore[arg-type, union-attr]
 
     _run(main())
 

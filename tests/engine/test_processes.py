@@ -18,6 +18,7 @@ from vllm import SamplingParams
 from tests.engine.choreographies import check, draw_choreography
 from tests.engine.engines import start_engine, stop_engine
 from tests.engine.oracle import Oracle, whole
+from tests.engine.scheduling import asynchronous_scheduling
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.engine import utility
 
@@ -50,24 +51,9 @@ def _assert_oracle(oracle: Oracle, tokens: Any, num_header: int, parents: Any, a
 
 
 @pytest.fixture
-def async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM turns asynchronous scheduling off on CPU, where it gains nothing. It works there."""
-    import vllm_choreo
-
-    vllm_choreo.register()
-    from vllm.platforms import current_platform
-
-    from vllm_choreo.engine.plugin import configure_after
-
-    platform = type(current_platform)
-    configure = platform.check_and_update_config
-
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        configure(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-        configure_after(vllm_config)
-
-    monkeypatch.setattr(platform, "check_and_update_config", classmethod(check_and_update_config))
+def async_scheduling() -> Iterator[None]:
+    with asynchronous_scheduling():
+        yield
 
 
 @pytest.fixture

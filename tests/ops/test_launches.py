@@ -10,7 +10,7 @@ import torch
 
 from tests.ops.cases import GPU, TOLERANCE, make_case, run
 from tests.ops.test_triton import tiles_of
-from vllm_choreo.ops import Layout, SpanPlan, span_attention
+from vllm_choreo.ops import Layout, SpanPlan, plan_shared_reads, span_attention
 
 WORKLOAD = [(1, 70, [50, 30]), (3, 20, [50])]
 
@@ -79,6 +79,21 @@ def test_later_steps_of_the_same_tiles_share_launches():
     found = ran(case, second, case.layer(GPU))
     torch.testing.assert_close(found, run(case, "reference"), **TOLERANCE[torch.float32])
     assert second.launches is first.launches and len(first.launches) == 1
+
+
+def test_plans_of_other_weights_share_no_launches():
+    case = make_case(4, WORKLOAD, reweighted=True)
+    plan = case.plan(tiles=tiles_of(case, plan_shared_reads(case.batch)), device=GPU)
+    for number in range(3):
+        weights = plan.spans.reweighting
+        temperature = (0.8 + 0.1 * number) * weights.temperature
+        other = dataclasses.replace(weights, temperature=temperature)
+        plan = dataclasses.replace(plan, spans=dataclasses.replace(plan.spans, reweighting=other))
+        kept = dataclasses.replace(case.batch.reweighting, temperature=temperature.cpu())
+        case.batch = dataclasses.replace(case.batch, reweighting=kept)
+        found = ran(case, plan, case.layer(GPU))
+        torch.testing.assert_close(found, run(case, "reference"), **TOLERANCE[torch.float32])
+    assert len(plan.tiles.launches) == 3
 
 
 _SCRIPT = """

@@ -89,23 +89,11 @@ class SessionChats:
         if mode == "off" or choreography.mode == "baseline":
             answer: Message = choreography.decode(self._content(prompt, 0), **options)
             return answer
-        marks, contents = marked(messages)
-        pictures = pictures_of(prompt)
-        marks = with_blank_pictures(marks) if pictures else marks
-        marked_text, marked_prompt = self._render(marks, rendering, shows_pictures=False)
         adapter = str(options.get("adapter") or "")
         keeps_states: bool = self._llm.model_config.is_hybrid
         how = Matching.of(mode, cut, context, keeps_states, adapter, options.get("repair"))
-        split = self._cutter_of_model().split(
-            token_ids,
-            text,
-            marked_text or marked_prompt["prompt_token_ids"],
-            contents,
-            min_tokens,
-            cut,
-            how.is_alone,
-            pictures,
-        )
+        chat = messages, rendering, text, prompt
+        split = self._split(*chat, min_tokens=min_tokens, cut=cut, is_alone=how.is_alone)
         plan = self._plan(choreography, split, how, prompt)
         num_encoded = self._encode(choreography, plan, mode, options.get("adapter"), prompt)
         parents = [span.parent for span in plan.parents]
@@ -148,6 +136,37 @@ class SessionChats:
             skip_mm_cache=True,
         )
         return found.get("prompt"), made
+
+    def _split(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        rendering: Mapping[str, Any],
+        text: str | None,
+        prompt: Prompt,
+        *,
+        min_tokens: int | None,
+        cut: str,
+        is_alone: bool,
+    ) -> Split:
+        """Cut a chat into its parts.
+
+        Args:
+            text, prompt: the chat as `_render` gives it.
+        """
+        marks, contents = marked(messages)
+        pictures = pictures_of(prompt)
+        marks = with_blank_pictures(marks) if pictures else marks
+        marked_text, marked_prompt = self._render(marks, rendering, shows_pictures=False)
+        return self._cutter_of_model().split(
+            prompt["prompt_token_ids"],
+            text,
+            marked_text or marked_prompt["prompt_token_ids"],
+            contents,
+            min_tokens,
+            cut,
+            is_alone,
+            pictures,
+        )
 
     def _content(self, prompt: Prompt, start: int, stop: int | None = None) -> Content:
         """Tokens `start … stop-1` as calls take them, with the pictures among them."""

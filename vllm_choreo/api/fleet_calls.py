@@ -60,7 +60,7 @@ class Running:
         return self.placed.engine
 
 
-async def completed(parent: Pending) -> None:
+async def until_complete(parent: Pending) -> None:
     """Wait for the message of a parent.
 
     Raises:

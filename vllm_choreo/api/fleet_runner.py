@@ -23,10 +23,10 @@ from vllm_choreo.api.fleet_calls import (
     Known,
     Running,
     begun_or_over,
-    completed,
     last_output,
     may_run_again,
     reading_call,
+    until_complete,
 )
 from vllm_choreo.api.fleet_engines import SessionEngines
 from vllm_choreo.api.fleet_moves import Holder
@@ -149,7 +149,7 @@ class FleetRunner(AsyncRunner):
         for parent in parents:
             making = await self._making(parent)
             if making is None or making.makes is None:
-                await completed(parent)
+                await until_complete(parent)
                 continue
             named[parent.id] = making.makes
             coming[making.makes.key] = making.engine
@@ -330,7 +330,7 @@ class FleetRunner(AsyncRunner):
             making = await self._making(parent)
             if making is not None and making.engine == engine and making.known is known:
                 return  # whoever reads it waits there
-            await completed(parent)
+            await until_complete(parent)
         key = (engine, known.life, recipe.id)
         task = self._restoring.get(key)
         if task is None:

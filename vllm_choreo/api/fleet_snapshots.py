@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vllm_choreo.api.one_engine import OneEngine, ask_engine
+from vllm_choreo.api.picture_prompts import picture_prompt
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.recipes import CallRecipe, bound_recipe
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.params import ChoreoParams
-from vllm_choreo.semantics.pictures import IMAGE
 from vllm_choreo.semantics.provenance import Trace
 
 if TYPE_CHECKING:
@@ -135,14 +135,11 @@ def _prompt(
     pictures = [(shown[number], start) for number, start in entry.get("pictures", ())]
     if not pictures:
         return None
-    from vllm.inputs.engine import mm_input
-    from vllm.multimodal.inputs import MultiModalKwargsItems
-
-    return mm_input(
+    return picture_prompt(
         list(entry["tokens"]),
-        MultiModalKwargsItems({IMAGE: [feature.data for feature, _ in pictures]}),
-        {IMAGE: [feature.identifier for feature, _ in pictures]},
-        {IMAGE: [replace(f.mm_position, offset=start) for f, start in pictures]},
+        [feature.data for feature, _ in pictures],
+        [feature.identifier for feature, _ in pictures],
+        [replace(feature.mm_position, offset=start) for feature, start in pictures],
     )
 
 

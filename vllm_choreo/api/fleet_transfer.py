@@ -73,7 +73,7 @@ class Transfer(Protocol):
         """
 
 
-async def completed(export: Callable[[], Awaitable[_T]], move: Move) -> _T:
+async def export_whole(export: Callable[[], Awaitable[_T]], move: Move) -> _T:
     """Export a message, and have it encoded before if not all of it is."""
     try:
         return await export()
@@ -175,7 +175,9 @@ class FolderTransfer:
 
     async def move(self, move: Move) -> Saved:
         async with self.files.scratch() as path:
-            saved = await completed(partial(self.files.save, path, move.order, move.source), move)
+            saved = await export_whole(
+                partial(self.files.save, path, move.order, move.source), move
+            )
             await self.files.load(path, move.order, move.target)
         return saved
 

@@ -50,7 +50,7 @@ def cut_prompt(prompt: Prompt, start: int | None, stop: int | None) -> Prompt:
             )
     if not inside:
         return tokens_input(token_ids)
-    return _prompt(
+    return picture_prompt(
         token_ids,
         [prompt["mm_kwargs"][IMAGE][n] for n in inside],
         [prompt["mm_hashes"][IMAGE][n] for n in inside],
@@ -78,16 +78,24 @@ def concat_prompts(prompts: Sequence[Prompt], cache_salt: str | None = None) -> 
         token_ids += prompt["prompt_token_ids"]
     if not items:
         return tokens_input(token_ids, cache_salt=cache_salt)
-    return _prompt(token_ids, items, names, places, cache_salt)
+    return picture_prompt(token_ids, items, names, places, cache_salt)
 
 
-def _prompt(
+def picture_prompt(
     token_ids: list[int],
     items: Sequence[object],
     names: list[str],
     places: Sequence[object],
     cache_salt: str | None = None,
 ) -> MultiModalInput:
+    """Make a prompt of tokens with pictures among them.
+
+    Args:
+        items: inputs of the model's encoder, one for each picture.
+        names: hashes of the pictures, by which vLLM finds them.
+        places: ranges of the tokens that stand for each.
+        cache_salt: salt of vLLM's prefix cache: only requests of the same salt share blocks.
+    """
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalKwargsItems
 

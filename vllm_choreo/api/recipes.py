@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
+from vllm_choreo.api.picture_prompts import with_tokens
 from vllm_choreo.api.planned import PlannedCall
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def recipe_of(
     params = replace(call.params, kind="prefill", open_end=False, deny=())
     again = replace(call, token_ids=tuple(token_ids), params=params, sampling_params=None)
     if call.prompt is not None:  # pictures are in the header of an answer
-        prompt = {**call.prompt, "prompt_token_ids": list(token_ids)}
-        again = replace(again, prompt=cast("MultiModalInput", prompt))
+        again = replace(again, prompt=with_tokens(call.prompt, token_ids))
     return bound_recipe(again, recipes)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import numpy as np
 import ray
 
-from vllm_choreo.api.fleet_transfer import Move, MoveFiles, completed, exchange_folder
+from vllm_choreo.api.fleet_transfer import Move, MoveFiles, exchange_folder, export_whole
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.semantics.message import Saved
 from vllm_choreo.snapshot.moving import MoveOrder
@@ -56,7 +56,7 @@ class ObjectStoreTransfer:
     async def move(self, move: Move) -> Saved:
         # As all engines of a cluster are.
         source, target = cast(Replica, move.source), cast(Replica, move.target)
-        parcel = await completed(partial(source.export_message, move.order), move)
+        parcel = await export_whole(partial(source.export_message, move.order), move)
         await target.import_message(move.order, parcel)
         return parcel.saved
 

@@ -54,13 +54,15 @@ class SpanPlan:
         """
         assert self.tiles is not None
         table = self.spans.block_table
-        # Tensors that such plans have in common count by which they are; launches keep them.
+        # What such plans have in common counts by which it is, and is kept: else what comes after
+        # it could be given its id, and launched with its addresses.
+        common = self.cos_sin, self.spans.reweighting, self.workspace
         look = (
-            *(id(self.cos_sin), id(self.spans.reweighting), id(self.workspace)),
+            *map(id, common),
             *(self.spans.block_size, table.shape, table.stride(), table.dtype, table.device),
             *(address % 16 for address in self.addresses),
         )
-        found: dict[object, Any] = self.tiles.launches.setdefault(look, {})
+        _, found = self.tiles.launches.setdefault(look, (common, {}))
         return found
 
     @functools.cached_property

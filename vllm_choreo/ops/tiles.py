@@ -70,8 +70,8 @@ class Tiles:
         merged_request: ``[num_merged]``, the request of each of these queries.
         merged_chosen: ``[num_merged]``, how many of the rows count by other weights.
         num_partials: rows of partial results.
-        launches: by the looks of layers and plans, what the first layer of them laid out for those
-            after it, and for later steps.
+        launches: by the looks of plans, what these have in common, and by the looks of layers what
+            the first one laid out for those after it, and for later steps.
     """
 
     classes: tuple[TileClass, ...]
@@ -88,7 +88,7 @@ class Tiles:
     merged_request: torch.Tensor
     merged_chosen: torch.Tensor
     num_partials: int
-    launches: dict[object, Any] = field(default_factory=dict)
+    launches: dict[object, tuple[object, dict[object, Any]]] = field(default_factory=dict)
 
     def with_own_tokens(self, own_tokens: torch.Tensor) -> Tiles:
         """Copy the plan for own spans of other lengths (int32 ``[num_reqs]``, on the device)."""
