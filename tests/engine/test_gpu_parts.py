@@ -151,8 +151,8 @@ def test_layers_choose_of_our_backends_what_vllm_allows(
 def test_layers_of_other_engines_choose_as_ever(
     vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # An engine that ran in this process before may have left its own.
-    monkeypatch.setattr("vllm.config.vllm._current_vllm_config", None)
+    # Where an engine has run in this process, our hooks have made the configuration one of ours.
+    vllm_config.scheduler_config.scheduler_cls = None
     platform = _cuda_platform(monkeypatch)
     before = platform.get_valid_backends(DeviceCapability(9, 0), _asked())
     hook(platform)
