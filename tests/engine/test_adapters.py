@@ -292,3 +292,25 @@ def test_what_an_adapter_encoded_is_kept_under_its_weights(
             c.decode([5], parents=["note"], sampling_params=greedy)
     with Choreography(llm) as c, pytest.raises(AdapterError, match="without its keys"):
         c.load(tmp_path / "recipe")
+
+
+def test_how_likely_tokens_of_prompts_are(
+    llm: Any, adapters: list[Adapter], tiny_oracle: Callable[[str], Oracle]
+) -> None:
+    """Each request's own adapter is in what its prompt's tokens are told, whoever is beside it."""
+    rng, base = random.Random(11), tiny_oracle("llama")
+    encoders = [(None, base), *((adapter, adapter.oracle) for adapter in adapters)]
+    tokens = [random_tokens(rng, n) for n in (4, 30, 5, 17, 2, 9)]
+    made = [encoders[number % 3] for number in range(len(tokens))]
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in tokens],
+        params,
+        lora_request=[adapter.request if adapter else None for adapter, _ in made],
+        use_tqdm=False,
+    )
+    for prompt, (_, oracle), output in zip(tokens, made, outputs, strict=True):
+        rows = oracle.encode(prompt).logprobs()
+        for index, entries in enumerate(output.prompt_logprobs[1:], 1):
+            for token, entry in entries.items():
+                assert abs(entry.logprob - float(rows[index - 1][token])) < 1e-4

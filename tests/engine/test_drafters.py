@@ -247,27 +247,23 @@ def test_suffixes_are_looked_up_for_calls(
 
 
 @pytest.mark.parametrize(
-    ("method", "v2", "asynchronous", "named"),
+    ("method", "asynchronous", "named"),
     [
-        ("draft_model", False, False, "parallel_drafting"),
-        ("medusa", False, False, "speculative_config.method"),
-        ("eagle", True, True, "enable_lora"),
-        ("eagle", False, True, "async_scheduling"),
+        ("draft_model", False, "parallel_drafting"),
+        ("medusa", False, "speculative_config.method"),
+        ("eagle", True, "async_scheduling"),
     ],
 )
-def test_what_cannot_draft_is_refused(
-    method: str, v2: bool, asynchronous: bool, named: str
-) -> None:
+def test_what_cannot_draft_is_refused(method: str, asynchronous: bool, named: str) -> None:
     config: Any = SimpleNamespace(
         speculative_config=SimpleNamespace(method=method, parallel_drafting=True),
         model_config=SimpleNamespace(use_mla=False, is_hybrid=False),
-        use_v2_model_runner=v2,
-        lora_config=object(),
+        use_v2_model_runner=False,
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
     )
     with pytest.raises(UnsupportedOptionError, match=named):
         check_speculation(config)
-    config.use_v2_model_runner = config.scheduler_config.async_scheduling = False
+    config.scheduler_config.async_scheduling = False
     config.speculative_config = SimpleNamespace(method="draft_model", parallel_drafting=False)
     check_speculation(config)
     for kind in ("use_mla", "is_hybrid"):

@@ -61,13 +61,6 @@ def check_speculation(vllm_config: VllmConfig) -> None:
             parameter="async_scheduling",
             value=True,
         )
-    if vllm_config.use_v2_model_runner and vllm_config.lora_config is not None:
-        raise UnsupportedOptionError(
-            "by vLLM's model runner V2 no drafter with layers was run beside LoRA adapters: leave "
-            "either out, or set VLLM_USE_V2_MODEL_RUNNER=0",
-            parameter="enable_lora",
-            value=True,
-        )
     if speculative.parallel_drafting:
         raise UnsupportedOptionError(
             "drafters that draft in parallel were not run beside calls: leave it out",

@@ -256,6 +256,7 @@ ON_V2 = {
     for configuration in (
         _made("v2", "async drafter host hidden priority chunks", 19, is_v2=True),
         _made("v2 in place", "async drafter in_place window share few", 19, is_v2=True),
+        _made("v2 adapters", "async drafter adapters host share chunks", 19, is_v2=True),
     )
 }
 

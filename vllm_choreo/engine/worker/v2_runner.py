@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
@@ -18,12 +19,14 @@ from vllm_choreo.engine.worker.drafting import take_over
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 from vllm_choreo.engine.worker.state_layers import StateBatch
+from vllm_choreo.engine.worker.v2_adapters import ChoreoPromptLogprobsWorker, requests_of_logits
 from vllm_choreo.engine.worker.v2_drafting import DRAFTERS, ChoreoSpeculator
 from vllm_choreo.engine.worker.v2_graphs import GuardedGraphManager
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
     from vllm.v1.worker.gpu.states import RequestState
 
 
@@ -72,6 +75,8 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
     def prepare_choreography(self) -> None:
         super().prepare_choreography()
         ChoreoModelState.take_over(self.model_state, self)
+        if self.lora_config and self.prompt_logprobs_worker is not None:
+            ChoreoPromptLogprobsWorker.take_over(self.prompt_logprobs_worker, self._use_adapters)
 
     @property
     def choreo_drafter(self) -> ChoreoSpeculator:
@@ -135,6 +140,25 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
         """
         if self._in_step and self._step is not None:
             self.batcher.place(self._step, positions)
+
+    def sample(
+        self, hidden_states: torch.Tensor, input_batch: InputBatch, *args: object
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        """Extend vLLM's method: with LoRA, drafts are checked by their requests' adapters."""
+        if self.lora_config and input_batch.num_draft_tokens:
+            self._use_adapters(input_batch, requests_of_logits(input_batch))
+        sampled: tuple[SamplerOutput, torch.Tensor, torch.Tensor] = super().sample(
+            hidden_states, input_batch, *args
+        )
+        return sampled
+
+    def _use_adapters(self, batch: InputBatch, requests: np.ndarray) -> None:
+        """Have the next rows take the adapters of requests, by their numbers in the batch."""
+        by_request, _, adapters = self.lora_state.make_lora_inputs(
+            batch.req_ids, batch.idx_mapping_np, batch.num_scheduled_tokens
+        )
+        by_row = tuple(by_request[request] for request in requests)
+        self._set_active_loras(by_row, by_row, adapters)
 
     def state_metadata(self, input_batch: InputBatch) -> dict[str, object]:
         """Attention metadata of the layers with states, by layer; of a dummy run, too."""
