@@ -46,19 +46,20 @@ class ChoreoPromptLogprobsWorker(PromptLogprobsWorker):
     @classmethod
     def take_over(cls, worker: PromptLogprobsWorker, use_adapters: UseAdapters) -> None:
         """Make the worker of a model runner with LoRA one of this class."""
-        worker.__class__ = cls
-        worker._use_adapters = use_adapters
+        worker.__class__ = type(cls.__name__, (cls,), {"_use_adapters": staticmethod(use_adapters)})
 
     def compute_prompt_logprobs(
         self,
         logits_fn: Logits,
         hidden_states: torch.Tensor,
         input_batch: InputBatch,
-        *args: object,
+        all_token_ids: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        prompt_lens: np.ndarray,
     ) -> dict[str, LogprobsTensors]:
-        logits = self._logits_by_adapter(logits_fn, hidden_states, input_batch)
         found: dict[str, LogprobsTensors] = super().compute_prompt_logprobs(
-            logits, hidden_states, input_batch, *args
+            self._logits_by_adapter(logits_fn, hidden_states, input_batch),
+            *(hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens),
         )
         return found
 
@@ -67,11 +68,11 @@ class ChoreoPromptLogprobsWorker(PromptLogprobsWorker):
         logits_fn: Logits,
         hidden_states: torch.Tensor,
         input_batch: InputBatch,
-        *args: object,
+        prompt_lens: np.ndarray,
     ) -> dict[str, torch.Tensor]:
-        logits = self._logits_by_adapter(logits_fn, hidden_states, input_batch)
         found: dict[str, torch.Tensor] = super().compute_prompt_token_id_logprobs(
-            logits, hidden_states, input_batch, *args
+            self._logits_by_adapter(logits_fn, hidden_states, input_batch),
+            *(hidden_states, input_batch, prompt_lens),
         )
         return found
 

@@ -142,13 +142,16 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
             self.batcher.place(self._step, positions)
 
     def sample(
-        self, hidden_states: torch.Tensor, input_batch: InputBatch, *args: object
+        self,
+        hidden_states: torch.Tensor,
+        input_batch: InputBatch,
+        grammar_output: GrammarOutput | None,
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         """Extend vLLM's method: with LoRA, drafts are checked by their requests' adapters."""
         if self.lora_config and input_batch.num_draft_tokens:
             self._use_adapters(input_batch, requests_of_logits(input_batch))
         sampled: tuple[SamplerOutput, torch.Tensor, torch.Tensor] = super().sample(
-            hidden_states, input_batch, *args
+            hidden_states, input_batch, grammar_output
         )
         return sampled
 
