@@ -26,7 +26,7 @@ from tests.engine.oracle import Encoded, Oracle, Parent, whole
 from vllm_choreo import Choreography
 from vllm_choreo.testing.models.embedded import embedded_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # two minutes of one core
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=10, logprobs=5)
 _DRAW = Draw(num_batches=2, max_tokens=3, max_length=40, token_ids=(300, 200_000))

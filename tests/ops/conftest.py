@@ -7,9 +7,9 @@ import torch
 from vllm_choreo.ops import cpu
 
 # Triton's interpreter is a hundred times slower than the C++ kernels. Of the cases of a law it runs
-# every fourth in every run; every 16th of caches in 8 bits, which are read by the same code once a
-# byte has become a number.
-_EVERY = {"test_fp8.py": 16}
+# every fourth in every run; fewer where a case takes many seconds, and of caches in 8 bits, which
+# are read by the same code once a byte has become a number.
+_EVERY = {"test_fp8.py": 16, "test_sharing.py": 12, "test_span_attention.py": 6}
 _EVERY_OF_OTHERS = 4
 
 BUILT = cpu.unavailable_reason() is None

@@ -187,7 +187,7 @@ def test_default_session_belongs_to_the_key(server: Server) -> None:
 
 def test_child_waits_in_the_engine(server: Server, session: Session, call: Caller) -> None:
     """A call may name a message that is still being generated, or that waits itself."""
-    num_tokens = 1000  # for seconds, while the others only have to arrive
+    num_tokens = 400  # for seconds, while the others only have to arrive
     client = AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key=server.keys[0], max_retries=0)
 
     async def read(route: str, options: dict[str, Any] | None = None, **keys: Any) -> list[Any]:
