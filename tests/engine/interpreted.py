@@ -5,7 +5,7 @@ Triton's interpreter runs the kernels of vLLM's model runner V2, of its Triton a
 vLLM believes that Triton has a CPU backend; everything else is the real thing. The JSON chooses:
 
     runner    "v1" or "v2" (vLLM's default on GPUs)
-    backend   "ChoreoTritonBackend", or null for that of the CPU
+    backend   "ChoreoTritonBackend", or null for that of the CPU; "ChoreoTritonMLABackend"
     is_async  plan each step before the one before it has been sampled (vLLM's default on GPUs)
     settings  additional_config["choreo"]
     seeds     of random choreographies, compared with the dense oracle
@@ -23,7 +23,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32]
 
@@ -61,6 +64,27 @@ def pretend_triton_for_cpu() -> None:
     torch.set_num_threads(1)
 
 
+def store_latents_in_torch() -> None:
+    """Stand in for the kernel by which MLA stores rows on GPUs, and which vLLM has compiled."""
+    from vllm import _custom_ops
+
+    def concat_and_cache_mla(
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        scale: torch.Tensor,
+    ) -> None:
+        import torch
+
+        rows = (slot_mapping >= 0).nonzero()[:, 0]
+        blocks = kv_cache.flatten(0, 1)
+        blocks[slot_mapping[rows]] = torch.cat((kv_c, k_pe), -1)[rows]
+
+    _custom_ops.concat_and_cache_mla = concat_and_cache_mla
+
+
 def start(model_path: str, choices: dict[str, Any]) -> Any:
     """The engine, and its runner."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(choices["runner"] == "v2"))
@@ -77,7 +101,11 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
 
     if choices["backend"]:
         path = f"vllm_choreo.engine.worker.gpu_backends.{choices['backend']}"
-        ChoreoCPUWorker.backends = {AttentionBackendEnum.CPU_ATTN: path}
+        ChoreoCPUWorker.backends = {
+            AttentionBackendEnum.CPU_ATTN: path,
+            AttentionBackendEnum.CPU_MLA: path,
+        }
+        store_latents_in_torch()
     platform = type(current_platform)
     configure = platform.check_and_update_config
 

@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -27,7 +28,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm_choreo.engine.attention_choice import check_chosen, choose_kv_dtype, hook
 from vllm_choreo.engine.plugin import configure_after
 from vllm_choreo.engine.step import RequestSpans
-from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
+from vllm_choreo.engine.worker.gpu_backends import (
+    ChoreoFlashAttentionBackend,
+    ChoreoTritonBackend,
+    ChoreoTritonMLABackend,
+)
 from vllm_choreo.engine.worker.gpu_worker import ChoreoGPUWorker
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
@@ -116,6 +121,9 @@ def _manager(
 
 # -- configuration ---------------------------------------------------------------------------------
 
+# Not 10.0: vLLM's backends of MLA for it ask for a CUDA build when they are imported.
+_CAPABILITIES = [(8, 0), (8, 9), (9, 0), (12, 0)]
+
 
 @pytest.mark.parametrize(
     ("layer", "capability", "expected"),
@@ -128,6 +136,7 @@ def _manager(
         ({"use_mm_prefix": True}, (9, 0), "TRITON_ATTN"),
         ({"head_size": 512}, (8, 0), "TRITON_ATTN"),
         ({}, (10, 0), "FLASH_ATTN"),
+        *[({"head_size": 576, "use_mla": True}, at, "TRITON_MLA") for at in _CAPABILITIES],
     ],
 )
 def test_layers_choose_of_our_backends_what_vllm_allows(
@@ -144,8 +153,8 @@ def test_layers_choose_of_our_backends_what_vllm_allows(
     with set_current_vllm_config(vllm_config):
         found, reasons = platform.get_valid_backends(DeviceCapability(*capability), asked)
     assert min(found, key=lambda c: c.priority).backend == AttentionBackendEnum[expected]
-    assert {c.backend.name for c in found} <= {"FLASH_ATTN", "TRITON_ATTN"}
-    assert reasons[AttentionBackendEnum.FLEX_ATTENTION][1]
+    assert {c.backend.name for c in found} <= {"FLASH_ATTN", "TRITON_ATTN", "TRITON_MLA"}
+    assert all(said for _, said in reasons.values())
 
 
 def test_layers_of_other_engines_choose_as_ever(
@@ -276,14 +285,17 @@ def registry() -> Iterator[None]:
     [
         (ChoreoFlashAttentionBackend, FlashAttentionBackend),
         (ChoreoTritonBackend, TritonAttentionBackend),
+        (ChoreoTritonMLABackend, TritonMLABackend),
     ],
 )
 def test_backends_take_the_place_of_vllms(registry: None, ours: Any, theirs: Any) -> None:
     assert AttentionBackendEnum[ours.get_name()].get_class() is ours
     assert ours.get_name() == theirs.get_name()
-    assert ours.get_builder_cls() is theirs.get_builder_cls()
+    assert issubclass(ours.get_builder_cls(), theirs.get_builder_cls())
+    assert ours.get_builder_cls()._cudagraph_support == theirs.get_builder_cls()._cudagraph_support
     assert issubclass(ours.get_impl_cls(), theirs.get_impl_cls())
-    assert not ours.forward_includes_kv_cache_update, "keys are stored before queries read"
+    if not ours.is_mla():  # whose layers store keys themselves, before
+        assert not ours.forward_includes_kv_cache_update, "keys are stored before queries read"
     assert ours.get_impl_cls().kernels == "triton"
 
 
@@ -458,19 +470,29 @@ def test_tiles_are_kept_until_queries_or_work_change() -> None:
     assert tiles(611, (0, 8, 9)).classes is not prefill.classes
 
 
+@pytest.mark.parametrize("value_size", [None, 48])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (32, 4), (64, 1)])
-def test_warm_up_meets_tiles_of_every_size(heads: int, kv_heads: int) -> None:
+def test_warm_up_meets_tiles_of_every_size(
+    heads: int, kv_heads: int, value_size: int | None
+) -> None:
     pytest.importorskip("triton")
     shape = LayerShape(heads, kv_heads, 64, torch.bfloat16)
     batcher = SpanBatcher(16, [LayerKind(None, shape)], is_tiled=True)
     seen: list[Any] = []
 
-    def forward(layer: Any, query: torch.Tensor, *args: Any) -> None:
+    def attend(query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor) -> None:
         (plan,) = batcher.running
         seen.append(plan.tiles)
         assert query.shape == (plan.spans.query_start_loc[-1], heads, 64)
+        assert output.shape == (*query.shape[:2], value_size or 64) and output.is_contiguous()
 
-    impl = SimpleNamespace(plan_index=0, attention=LayerAttention(1.0), forward=forward)
+    impl = SimpleNamespace(
+        plan_index=0,
+        attention=LayerAttention(1.0),
+        attend=attend,
+        value_size=value_size,
+        kv_cache_of=lambda layer: layer.kv_cache,
+    )
     layer = SimpleNamespace(impl=impl, kv_cache=None)
     warm_up([layer, layer], batcher, table_width=16)
     (tiles,) = seen  # of two layers alike, one is enough

@@ -19,8 +19,8 @@ from vllm_choreo.testing.models.pictured import PICTURED_MODELS
 
 BLOCK_GIB = 3 * 2 * 32 * 2 * 32 * 4 / 2**30  # of the tiny model, see test_tiers.py
 TRITON = "ChoreoTritonBackend"
-# The default on GPUs; the older runner, which moves keys; the new one on CPU, with little memory,
-# with positions in rows (M-RoPE), with pictures, and with layers that have states.
+# The default on GPUs; the older runner, which moves keys; the new one on CPU, with little memory;
+# with MLA, with positions in rows (M-RoPE), with pictures, and with layers that have states.
 CASES: dict[str, dict[str, Any]] = {
     "default": {
         "runner": "v2",
@@ -43,6 +43,22 @@ CASES: dict[str, dict[str, Any]] = {
         "settings": {"host_memory_gib": 200 * BLOCK_GIB, "hidden_memory_gib": 0.01},
         "seeds": [*range(4)],
         "num_blocks": 66,
+    },
+    "mla": {
+        "model": "deepseek_v3",
+        "runner": "v2",
+        "backend": "ChoreoTritonMLABackend",
+        "is_async": True,
+        "settings": {"hidden_memory_gib": 0.01},
+        "seeds": [0],
+    },
+    "mla, v1": {
+        "model": "deepseek_v2",
+        "runner": "v1",
+        "backend": "ChoreoTritonMLABackend",
+        "is_async": True,
+        "settings": {"reposition": "in_place"},
+        "seeds": [1],
     },
     "m-rope": {
         "model": "paddleocr_vl",
@@ -83,6 +99,8 @@ EXPECTED = {
     "default": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
     "v1": ("ChoreoCPUModelRunner", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
     "cpu": ("ChoreoCPUModelRunnerV2", "ChoreoScheduler", ["ChoreoCPUImpl"]),
+    "mla": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonMLAImpl"]),
+    "mla, v1": ("ChoreoCPUModelRunner", "ChoreoAsyncScheduler", ["ChoreoTritonMLAImpl"]),
     "m-rope": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
     "pictures": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
     "pictures, m-rope": ("ChoreoCPUModelRunnerV2", "ChoreoScheduler", ["ChoreoCPUImpl"]),

@@ -269,7 +269,12 @@ def _config(backend: str | None = None, lora: object = None, **model: Any) -> An
     [
         ("indexer", True, _config(index_topk=2048)),
         ("borders at fixed positions", True, _config(compress_ratios=[4, 128])),
-        ("no GPU has run it", False, _config()),
+        ("indexer", False, _config(index_topk=2048)),
+        ("TRITON_MLA alone, not FLASH_ATTN_MLA", False, _config(backend="FLASH_ATTN_MLA")),
+        ("TRITON_MLA alone, not FLASHMLA", False, _config(backend="FLASHMLA")),
+        ("TRITON_MLA alone, not CPU_MLA", False, _config(backend="CPU_MLA")),
+        ("adapters do not work with MLA", False, _config(lora=object())),
+        (r"this model has \(256, 64\)", False, _config(kv_lora_rank=256)),
         ("CPU_MLA alone, not AMX_MLA", True, _config(backend="AMX_MLA")),
         ("adapters do not work with MLA", True, _config(lora=object())),
         (r"this model has \(256, 32\)", True, _config(kv_lora_rank=256, qk_rope_head_dim=32)),
@@ -281,4 +286,7 @@ def test_what_cannot_be_choreographed_is_refused_by_name(
     with pytest.raises(UnsupportedOptionError, match=reason) as caught:
         mla.refuse_unsupported(config, is_cpu)
     assert caught.value.parameter == "use_mla" and 'VLLM_PLUGINS=""' in caught.value.message
-    mla.refuse_unsupported(_config("CPU_MLA"), is_cpu=True)
+    for config in (_config(), _config("CPU_MLA")):
+        mla.refuse_unsupported(config, is_cpu=True)
+    for config in (_config(), _config("TRITON_MLA")):
+        mla.refuse_unsupported(config, is_cpu=False)

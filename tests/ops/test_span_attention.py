@@ -47,6 +47,10 @@ VARIANTS = {
         "head_size": 576, "value_size": 512, "rotary_dim": 64, "is_neox": False, "block_size": 16,
         **_ONE_KV_HEAD,
     },
+    # More query heads than rows of a tile on GPUs.
+    "latent, many heads": {
+        "head_size": 80, "value_size": 48, "rotary_dim": 32, "num_kv_heads": 1, "group_heads": 96,
+    },
     "latent, no rotary": {"head_size": 80, "value_size": 64, "rotary_dim": 0, **_ONE_KV_HEAD},
     "latent, rotary in part": {
         "head_size": 96, "value_size": 48, "rotary_dim": 32, "reweighted": True, **_ONE_KV_HEAD

@@ -119,6 +119,8 @@ def _launch_attention(shape: AttentionShape) -> None:
     rotation = _rotation(shape)
     # As vLLM cuts them: queries out of the product with keys and values, the output by itself.
     widths = [shape.num_heads * shape.head_size] + 2 * [shape.num_kv_heads * shape.head_size]
+    if shape.value_size is not None:
+        widths = widths[:1]  # of parts that were put together
     product = torch.zeros(int(batch.query_start_loc[-1]), sum(widths), dtype=shape.dtype)
     query = product.split(widths, 1)[0].view(-1, shape.num_heads, shape.head_size)
     layer = LayerAttention(
@@ -128,11 +130,12 @@ def _launch_attention(shape: AttentionShape) -> None:
         alibi_slopes=torch.rand(shape.num_heads) if shape.alibi else None,
         window=shape.window,
         sinks=torch.rand(shape.num_heads) if shape.sinks else None,
-        layout=Layout.SIDE_BY_SIDE,
+        layout=_layout(shape),
+        value_size=shape.value_size,
     )
     cos_sin = rotation.cos_sin(batch.position_delta) if shape.rotary_dim != 0 else None
     plan = SpanPlan(batch, cos_sin, plan_shared_reads(batch, min_tokens=1))
-    output = torch.zeros(query.shape, dtype=shape.dtype)
+    output = torch.zeros(*query.shape[:2], shape.value_size or shape.head_size, dtype=shape.dtype)
     span_attention(query, _kv_cache(shape), output, plan, layer, "triton")
 
 
@@ -141,7 +144,7 @@ def _launch_moves(shape: AttentionShape) -> None:
     for target in (1, 2):  # in place, and into a copy
         reposition_keys(
             *(cache, _ints([1]), _ints([target]), turns, shape.is_neox),
-            *("triton", Layout.SIDE_BY_SIDE),
+            *("triton", _layout(shape), shape.value_size),
         )
 
 
@@ -172,9 +175,15 @@ def _batch(shape: AttentionShape) -> SpanBatch:
 
 
 def _kv_cache(shape: AttentionShape) -> torch.Tensor:
-    """A KV cache as of FlashAttention: keys and values of a token side by side."""
+    """A KV cache as of FlashAttention: keys and values of a token side by side; or latent rows."""
+    if shape.value_size is not None:
+        return torch.zeros(200, 1, shape.block_size, shape.head_size, dtype=shape.dtype)
     sizes = (200, shape.block_size, shape.num_kv_heads, 2 * shape.head_size)
     return torch.zeros(sizes, dtype=shape.dtype).transpose(1, 2)
+
+
+def _layout(shape: AttentionShape) -> Layout:
+    return Layout.SIDE_BY_SIDE if shape.value_size is None else Layout.LATENT
 
 
 def _rotation(shape: AttentionShape) -> Rotation:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import triton
 from triton.compiler import CompiledKernel
 
 from tools.gpu_check.launches import Launch
@@ -135,7 +136,7 @@ def report_on(launch: Launch, shape: str, arch: int) -> tuple[KernelReport, list
         faults.append(f"{report}: no multiprocessor holds a program of it")
     if launch.kernel == "attend_tiles":
         itemsize = SHAPES[shape].dtype.itemsize
-        row_bytes = launch.constants["PADDED_HEAD_SIZE"] * itemsize
+        row_bytes = triton.next_power_of_2(SHAPES[shape].head_size) * itemsize
         planned = tuning_of(report.rows, row_bytes, itemsize, arch).num_programs
         if report.programs < planned:
             faults.append(

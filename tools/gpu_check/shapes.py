@@ -17,6 +17,8 @@ class AttentionShape:
         window: of a sliding window, in tokens; None: there is none.
         reweighted: whether some parents' attention is scaled.
         block_size: tokens in a KV block.
+        value_size: numbers of a value in a latent cache (MLA), behind which keys rotate; None: it
+            is none.
     """
 
     num_heads: int
@@ -31,6 +33,12 @@ class AttentionShape:
     sinks: bool = False
     reweighted: bool = False
     block_size: int = 16
+    value_size: int | None = None
+
+
+def _latent(num_heads: int) -> AttentionShape:
+    """MLA: a row of the cache is a latent of 512 numbers and 64 that rotate, for all heads."""
+    return AttentionShape(num_heads, 1, 576, rotary_dim=64, is_neox=False, value_size=512)
 
 
 SHAPES = {
@@ -59,6 +67,8 @@ SHAPES = {
     "smollm2-135m-fp32": AttentionShape(9, 3, 64, torch.float32),
     "starcoder": AttentionShape(48, 1, 128, rotary_dim=0),
     "falcon-7b": AttentionShape(71, 1, 64),
+    "deepseek-v3": _latent(128),
+    "deepseek-v2-lite": _latent(16),
     "head-192": AttentionShape(32, 8, 192),
     "head-32-fp16": AttentionShape(8, 8, 32, torch.float16),
 }

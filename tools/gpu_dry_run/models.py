@@ -208,7 +208,13 @@ MODELS = {
     "prompt-embeds": ServedModel(
         _llama(), "prompts given as embeddings", {"enable_prompt_embeds": True}
     ),
-    "deepseek-v2-lite": ServedModel(_deepseek_v2(), "MLA", refused="MLA is choreographed on CPUs"),
+    "deepseek-v2-lite": ServedModel(_deepseek_v2(), "MLA"),
+    "deepseek-v2-lite-by-flash-attention": ServedModel(
+        _deepseek_v2(),
+        "the same, by a backend for which there is none of ours",
+        {"attention_backend": "FLASH_ATTN_MLA"},
+        refused="with the attention backend TRITON_MLA alone",
+    ),
 }
 
 

@@ -229,4 +229,4 @@ def _never_run(name: str) -> type:
     def refuse(self: object, *args: object, **kwargs: object) -> None:
         raise NotImplementedError(f"{name} is not there in a dry run")
 
-    return type(short, (), {"__init__": refuse})
+    return type(short, (), {"__init__": refuse, "run": refuse})  # vLLM looks at what `run` takes

@@ -167,6 +167,8 @@ DECLARED = (
     ".do_kv_cache_update(layer, key, value, kv_cache, slots)",
     "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl"
     ".do_kv_cache_update(latent, k_pe, kv_cache, slots, dtype, scale)",
+    "vllm.v1.attention.backends.mla.triton_mla.TritonMLAImpl"
+    ".do_kv_cache_update(latent, k_pe, kv_cache, slots, dtype, scale)",
     "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl.kv_lora_rank",
     "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl.qk_nope_head_dim",
     "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl.v_head_dim",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_choreo.engine import mla
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.kv_dtype import declares_8_bits
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.platforms.cuda import CudaPlatformBase
 
-# vLLM's attention backends for which there are ours on GPUs.
+# vLLM's attention backends for which there are ours on GPUs; those of MLA are listed there.
 _GPU_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _NO_CHOREOGRAPHY = "there is no choreographed attention for it"
 
@@ -29,7 +30,8 @@ def hook(platform: type[CudaPlatformBase]) -> None:
         valid, reasons = get_valid_backends(*args, **kwargs)
         if not _is_choreographed():
             return valid, reasons
-        others = {c.backend: c.priority for c in valid if c.backend.name not in _GPU_BACKENDS}
+        ours = (*_GPU_BACKENDS, *mla.GPU_BACKENDS)
+        others = {c.backend: c.priority for c in valid if c.backend.name not in ours}
         reasons.update({found: (at, [_NO_CHOREOGRAPHY]) for found, at in others.items()})
         return [c for c in valid if c.backend not in others], reasons
 

@@ -12,8 +12,12 @@ from vllm_choreo.errors import UnsupportedOptionError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Sizes of the latent and of the rotated key that vLLM's kernel for CPUs takes.
-_CPU_SIZES = (512, 64)
+# Sizes of the latent and of the rotated key: of DeepSeek, Kimi K2 and Mistral Large 3, which were
+# run; vLLM's kernel for CPUs takes no others.
+_SIZES = (512, 64)
+_CPU_BACKENDS = ("CPU_MLA",)
+# Of vLLM's on GPUs. The others, whose kernels are compiled for CUDA, were not run in any way.
+GPU_BACKENDS = ("TRITON_MLA",)
 _WITHOUT = 'run vLLM without the plugin (VLLM_PLUGINS="")'
 
 
@@ -67,21 +71,20 @@ def _reason(vllm_config: VllmConfig, is_cpu: bool) -> str | None:
             "this model chooses what to attend to by an indexer (as DeepSeek V3.2), whose keys "
             "have positions, too, and choreography does not turn those yet"
         )
-    if not is_cpu:
-        return "MLA is choreographed on CPUs alone: no GPU has run it"
-    if backend is not None and backend.name != "CPU_MLA":
+    served = _CPU_BACKENDS if is_cpu else GPU_BACKENDS
+    if backend is not None and backend.name not in served:
         return (
-            f"MLA is choreographed with the attention backend CPU_MLA alone, not {backend.name}; "
-            "choose that or none, or else"
+            f"MLA is choreographed with the attention backend {' or '.join(served)} alone, not "
+            f"{backend.name}; choose that or none, or else"
         )
     if vllm_config.lora_config is not None:
         return (
             "adapters do not work with MLA yet: vLLM merges a projection into the queries when the "
             "model is loaded, before there is an adapter (leave out enable_lora), or else"
         )
-    if sizes != _CPU_SIZES:
+    if sizes != _SIZES:
         return (
-            f"vLLM's MLA on CPUs takes a kv_lora_rank and qk_rope_head_dim of {_CPU_SIZES} alone, "
-            f"and this model has {sizes}"
+            f"MLA is choreographed with a kv_lora_rank and qk_rope_head_dim of {_SIZES} alone, no "
+            f"others were run, and this model has {sizes}"
         )
     return None

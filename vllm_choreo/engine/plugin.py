@@ -86,6 +86,7 @@ def _hook_command_line(platform: type[Platform]) -> None:
 def _hook_configuration(platform: type[Platform]) -> None:
     """Let every engine configuration pass through ours, around that of vLLM's own platform."""
     from vllm.logger import init_logger
+    from vllm.platforms import current_platform
 
     check_and_update = platform.check_and_update_config
     log = init_logger(_LOGGER)
@@ -95,7 +96,8 @@ def _hook_configuration(platform: type[Platform]) -> None:
             log.info_once("vllm-choreo is installed and not active: --plugin choreo turns it on.")
             return check_and_update(vllm_config)
         configure_before(vllm_config)
-        with mla.keeping_chunks(vllm_config) if _has_mla(vllm_config) else nullcontext():
+        has_latents_on_cpu = _has_mla(vllm_config) and current_platform.is_cpu()
+        with mla.keeping_chunks(vllm_config) if has_latents_on_cpu else nullcontext():
             check_and_update(vllm_config)
         configure_after(vllm_config)
         batch_runner.hook(command_line.PLUGIN)
@@ -269,14 +271,14 @@ def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
     found = "kv_cache_dtype", cache.cache_dtype
     if quantized_name(cache.cache_dtype) is None:
         reason = "choreography reads 'auto', 'fp8', 'fp8_e4m3' and 'fp8_e5m2': choose one of them"
+    elif vllm_config.model_config.use_mla:
+        reason = "the rows of MLA are choreographed in the dtype of the model alone: use 'auto'"
     elif not current_platform.is_cpu():
         # Of both backends that ours take the place of (`supports_quant_query_input`).
         reason = (
             "on GPUs vLLM rounds queries to 8 bits as well, before choreography turns them for "
             "each parent: use 'auto', or the dtype of the model where its checkpoint declares this"
         )
-    elif vllm_config.model_config.use_mla:
-        reason = "the rows of MLA are choreographed in the dtype of the model alone: use 'auto'"
     elif vllm_config.model_config.is_hybrid:
         reason = "models with states are choreographed in their own dtype alone: use 'auto'"
     elif cache.kv_cache_dtype_skip_layers:

@@ -18,6 +18,7 @@ class ChoreoGPUWorker(ChoreoWorker, Worker):
     backends = {  # noqa: RUF012
         AttentionBackendEnum.FLASH_ATTN: f"{_BACKENDS}.ChoreoFlashAttentionBackend",
         AttentionBackendEnum.TRITON_ATTN: f"{_BACKENDS}.ChoreoTritonBackend",
+        AttentionBackendEnum.TRITON_MLA: f"{_BACKENDS}.ChoreoTritonMLABackend",
     }
 
     @property

@@ -36,11 +36,12 @@ def warm_up(layers: Iterable[Attention], batcher: SpanBatcher, table_width: int)
     # All zeros: block 0 belongs to no request.
     table = torch.zeros(_NUM_REQUESTS, table_width, dtype=torch.int32, device=batcher.device)
     for layer in {_compiled_for(batcher, layer): layer for layer in layers}.values():
-        shape = _kind(batcher, layer).shape
+        shape, impl = _kind(batcher, layer).shape, layer.impl
         num_queries = _start_batch(batcher, shape.num_heads // shape.num_kv_heads, table)
         size = num_queries, shape.num_heads, shape.head_size
         query = torch.zeros(size, dtype=shape.dtype, device=batcher.device)
-        layer.impl.forward(layer, query, None, None, layer.kv_cache, None, torch.empty_like(query))
+        output = query[..., : impl.value_size].clone(memory_format=torch.contiguous_format)
+        impl.attend(query, impl.kv_cache_of(layer), output)
     batcher.running = None
     batcher.update({}, map(str, range(_NUM_REQUESTS)))
 

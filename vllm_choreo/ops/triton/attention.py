@@ -63,9 +63,28 @@ def _max_rows(head_size: int, dtype: torch.dtype) -> int:
     return 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
 
 
-def _chunk_tokens(padded_head_size: int, dtype: torch.dtype) -> int:
-    """Number of tokens that are loaded at once."""
-    return max(MIN_ROWS, min(64, _CHUNK_BYTES // (padded_head_size * dtype.itemsize)))
+def _num_head_groups(num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+    """KV heads as the kernels see them.
+
+    Where all query heads read one, as with MLA, and are more than a tile has rows, it counts
+    several times: each group of query heads reads it by itself.
+    """
+    most = _max_rows(head_size, dtype)
+    if num_kv_heads > 1:
+        return num_kv_heads
+    parts = range(1, num_heads // MIN_ROWS + 1)
+    return next((n for n in parts if num_heads % n == 0 and num_heads // n <= most), 1)
+
+
+def _chunk_tokens(padded_size: int, is_latent: bool, dtype: torch.dtype) -> int:
+    """Number of tokens that are loaded at once.
+
+    Args:
+        padded_size: numbers of a key, in a latent cache of a value, padded.
+        is_latent: whether values are parts of keys, which are loaded as such alone.
+    """
+    num_bytes = 2 * _CHUNK_BYTES if is_latent else _CHUNK_BYTES
+    return max(MIN_ROWS, min(64, num_bytes // (padded_size * dtype.itemsize)))
 
 
 def make_tiles(
@@ -85,7 +104,7 @@ def make_tiles(
         batch,
         reads,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=_num_head_groups(num_heads, num_kv_heads, head_size, dtype),
         max_rows=_max_rows(head_size, dtype),
         num_programs=lambda num_rows: _num_programs(num_rows, head_size, dtype, device),
         device=device,
@@ -195,6 +214,8 @@ def _moving(
     assert plan.tiles is not None
     keys = key_view(kv_cache, layer.layout)
     values = value_view(kv_cache, layer.layout, layer.value_size)
+    groups = _num_head_groups(query.shape[1], kv_cache.shape[1], query.shape[2], query.dtype)
+    keys, values = (x.expand(-1, groups, -1, -1) for x in (keys, values))
     table, own_tokens = plan.spans.block_table, plan.tiles.own_tokens
     of_layer = layer.alibi_slopes, layer.sinks
     return Moving(query, keys, values, output, *of_layer, table, own_tokens)
@@ -272,6 +293,8 @@ def _constants(moving: Moving, plan: SpanPlan, layer: LayerAttention) -> dict[st
     query, keys, values = moving.query, moving.keys, moving.values
     rotary_dim = 0 if plan.cos_sin is None else plan.cos_sin.shape[1]
     padded, padded_value = map(triton.next_power_of_2, (query.shape[2], values.shape[3]))
+    is_latent = layer.value_size is not None
+    behind = max(MIN_ROWS, triton.next_power_of_2(query.shape[2] - values.shape[3]))
     return {
         "BLOCK_STRIDE": keys.stride(0),
         "KEY_SLOT": keys.stride(2),
@@ -281,9 +304,10 @@ def _constants(moving: Moving, plan: SpanPlan, layer: LayerAttention) -> dict[st
         "NUM_KV_HEADS": keys.shape[1],
         "GROUP_HEADS": query.shape[1] // keys.shape[1],
         "HEAD_SIZE": query.shape[2],
-        "PADDED_HEAD_SIZE": padded,
+        "PADDED_HEAD_SIZE": behind if is_latent else padded,
         "VALUE_SIZE": values.shape[3],
         "PADDED_VALUE_SIZE": padded_value,
+        "IS_LATENT": is_latent,
         "ROTARY_OFFSET": layer.value_size or 0,
         "ROTARY_DIM": rotary_dim,
         "IS_NEOX": layer.is_neox,
@@ -294,7 +318,7 @@ def _constants(moving: Moving, plan: SpanPlan, layer: LayerAttention) -> dict[st
         "HAS_SINKS": layer.sinks is not None,
         "HAS_TEMPERATURE": plan.spans.reweighting is not None,
         "BLOCK_SIZE": plan.spans.block_size,
-        "CHUNK": _chunk_tokens(padded, query.dtype),
+        "CHUNK": _chunk_tokens(padded_value if is_latent else padded, is_latent, query.dtype),
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "WIDEN": query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "FORMAT": _FORMATS[layer.quantized.dtype][0] if layer.quantized else 0,

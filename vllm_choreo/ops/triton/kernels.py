@@ -105,20 +105,36 @@ def _decode(stored, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes, key_ptr,
+def _load_values(at, is_token, value_dims, VALUE_SIZE: tl.constexpr):
+    """Values of a chunk; zeros beyond its end.
+
+    What lies there may be no number, of which no weight makes zero.
+    """
+    is_value = is_token[:, None]
+    if value_dims.shape[0] > VALUE_SIZE:
+        is_value = is_value & (value_dims < VALUE_SIZE)[None, :]
+    return tl.load(at, mask=is_value, other=0)
+
+
+@triton.jit
+def _attend(accumulator, maximum, total, queries, latents, last_visible, distance, slopes, key_ptr,
             value_ptr, table_ptr, first_slot, begin, end, dims, value_dims, scale, softcap,
             window, inverse_temperature, IS_OWN: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
             KEY_SLOT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_SLOT: tl.constexpr,
             VALUE_DIM: tl.constexpr, HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-            HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
-            HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
-            PRECISION: tl.constexpr, WIDEN: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
+            IS_LATENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+            HAS_WINDOW: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+            CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+            FORMAT: tl.constexpr):  # fmt: skip
     """Take tokens begin .. end - 1, from `first_slot` on, into the running softmax of each row.
 
     `distance` is the seen position of token 0 minus the position of the row's query; of an own
     span a row sees the tokens up to `last_visible`, in a window those beyond `-window`. Scores are
     multiplied by `inverse_temperature`. `scale`, `softcap` and `slopes` are such that scores are
     exponents of two; with a soft cap `scale` is twice that of the quotient by the cap.
+
+    Of a latent cache `dims` are those behind the value, and `queries` has these; the others are
+    `latents`: so a value is loaded once, as a part of its key and by itself.
     """
     tokens = tl.arange(0, CHUNK)
     # Unsigned, for then a division by a power of two is a shift.
@@ -139,19 +155,23 @@ def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes
                 value_ptr + (offset * VALUE_SLOT)[:, None] + (value_dims * VALUE_DIM)[None, :]
             )
         of_block = (block * BLOCK_STRIDE)[:, None]
-        if dims.shape[0] == HEAD_SIZE:
+        if dims.shape[0] == (HEAD_SIZE - VALUE_SIZE if IS_LATENT else HEAD_SIZE):
             keys = tl.load(keys_at + of_block)
         else:
             keys = tl.load(keys_at + of_block, mask=(dims < HEAD_SIZE)[None, :], other=0)
         keys = _decode(keys, FORMAT, queries.dtype)
-        scores = _dot(queries, tl.trans(keys), PRECISION, WIDEN) * scale
+        scores = _dot(queries, tl.trans(keys), PRECISION, WIDEN)
+        is_token = token < end
+        if IS_LATENT:
+            values = _load_values(values_at + of_block, is_token, value_dims, VALUE_SIZE)
+            scores += _dot(latents, tl.trans(values), PRECISION, WIDEN)
+        scores = scores * scale
         if HAS_SOFTCAP:  # tanh by the logistic function
             scores = softcap * (2.0 * tl.sigmoid(scores) - 1.0)
         if HAS_ALIBI:
             scores += slopes[:, None] * (distance[:, None] + token[None, :]).to(tl.float32)
         if HAS_TEMPERATURE:
             scores = scores * inverse_temperature
-        is_token = token < end
         visible = is_token[None, :]
         if IS_OWN:
             visible = visible & (token[None, :] <= last_visible[:, None])
@@ -163,12 +183,9 @@ def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes
         safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - safe[:, None])
         shrink = tl.exp2(maximum - safe)
-        # What lies beyond the end may be no number, of which no weight makes zero.
-        is_value = is_token[:, None]
-        if value_dims.shape[0] > VALUE_SIZE:
-            is_value = is_value & (value_dims < VALUE_SIZE)[None, :]
-        values = tl.load(values_at + of_block, mask=is_value, other=0)
-        values = _decode(values, FORMAT, queries.dtype)
+        if not IS_LATENT:
+            values = _load_values(values_at + of_block, is_token, value_dims, VALUE_SIZE)
+            values = _decode(values, FORMAT, queries.dtype)
         accumulator = accumulator * shrink[:, None]
         accumulator += _dot(weights.to(values.dtype), values, PRECISION, WIDEN)
         total = total * shrink + tl.sum(weights, 1)
@@ -190,7 +207,8 @@ def attend_tiles(
     VALUE_SLOT: tl.constexpr, VALUE_DIM: tl.constexpr,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    PADDED_VALUE_SIZE: tl.constexpr, ROTARY_OFFSET: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    PADDED_VALUE_SIZE: tl.constexpr, IS_LATENT: tl.constexpr,
+    ROTARY_OFFSET: tl.constexpr, ROTARY_DIM: tl.constexpr,
     IS_NEOX: tl.constexpr, RUN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -212,6 +230,8 @@ def attend_tiles(
     is_row = slot < NUM_SLOTS
     entry = tile * NUM_SLOTS + slot
     dims, value_dims = tl.arange(0, PADDED_HEAD_SIZE), tl.arange(0, PADDED_VALUE_SIZE)
+    if IS_LATENT:  # those behind the value
+        dims += VALUE_SIZE
     query, has_query, rows_ptr = _find_rows(
         tile_query_ptr, query_ptr, query_token, query_head, entry, is_row, head
     )
@@ -260,16 +280,20 @@ def attend_tiles(
             span = tl.load(read_span_ptr + read, mask=is_here, other=0)
             turned = _load_turned(here_ptr, is_here, cos_sin_ptr, span, dims, HEAD_SIZE,
                                   ROTARY_OFFSET, ROTARY_DIM, IS_NEOX, RUN)  # fmt: skip
+        if IS_LATENT:
+            latents = _load_queries(here_ptr, is_here, value_dims, VALUE_SIZE)
+        else:
+            latents = turned
         distance = position
         if HAS_ALIBI or HAS_WINDOW:
             seen = tl.load(read_position_ptr + read, mask=is_here, other=0)
             distance = seen + tl.load(segment_ptr + 4) - position
         accumulator, maximum, total = _attend(
-            accumulator, maximum, total, turned, index, distance, slopes, key_ptr, value_ptr,
-            blocks_ptr, tl.load(segment_ptr + 2), 0, tl.load(segment_ptr + 3), dims, value_dims,
-            scale, softcap, window, inverse_temperature, False, BLOCK_STRIDE, KEY_SLOT, KEY_DIM,
-            VALUE_SLOT, VALUE_DIM, HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW,
-            HAS_TEMPERATURE, BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
+            accumulator, maximum, total, turned, latents, index, distance, slopes, key_ptr,
+            value_ptr, blocks_ptr, tl.load(segment_ptr + 2), 0, tl.load(segment_ptr + 3), dims,
+            value_dims, scale, softcap, window, inverse_temperature, False, BLOCK_STRIDE, KEY_SLOT,
+            KEY_DIM, VALUE_SLOT, VALUE_DIM, HEAD_SIZE, VALUE_SIZE, IS_LATENT, HAS_SOFTCAP,
+            HAS_ALIBI, HAS_WINDOW, HAS_TEMPERATURE, BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
         )  # fmt: skip
 
     # Loaded only now, or again, likewise.
@@ -282,6 +306,10 @@ def attend_tiles(
     if own_request >= 0:
         request = tl.load(tile_request_ptr + entry, mask=has_query, other=0)
         queries = _load_queries(rows_ptr, has_query, dims, HEAD_SIZE)
+        if IS_LATENT:
+            latents = _load_queries(rows_ptr, has_query, value_dims, VALUE_SIZE)
+        else:
+            latents = queries
         index = _own_index(own_tokens_ptr, query_end_ptr, query, request, has_query)
         # What the tile's queries see, in equal shares of whole chunks.
         num_visible = tl.max(tl.where(has_query, index, -1), 0) + 1
@@ -292,13 +320,13 @@ def attend_tiles(
         per_share = tl.cdiv(tl.cdiv(num_visible - first_visible, num_shares), CHUNK) * CHUNK
         begin = first_visible + share * per_share
         accumulator, maximum, total = _attend(
-            accumulator, maximum, total, queries, index, -index, slopes, key_ptr, value_ptr,
-            table_ptr + own_request.to(tl.int64) * table_row,
+            accumulator, maximum, total, queries, latents, index, -index, slopes, key_ptr,
+            value_ptr, table_ptr + own_request.to(tl.int64) * table_row,
             tl.load(own_first_slot_ptr + own_request), begin,
             tl.minimum(begin + per_share, num_visible), dims, value_dims,
             scale, softcap, window, 1.0, True, BLOCK_STRIDE, KEY_SLOT, KEY_DIM,
-            VALUE_SLOT, VALUE_DIM, HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW,
-            False, BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
+            VALUE_SLOT, VALUE_DIM, HEAD_SIZE, VALUE_SIZE, IS_LATENT, HAS_SOFTCAP, HAS_ALIBI,
+            HAS_WINDOW, False, BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
         )  # fmt: skip
 
     if HAS_SINKS and first_partial < 0:
