@@ -10,12 +10,16 @@ and FlashInfer's do so for a common prefix.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from vllm_choreo.ops.pieces import Reads, cut_reads, whole_reads
+from vllm_choreo.ops.ragged import bounds_of
 from vllm_choreo.ops.spans import SpanBatch, ints
 
 # Fewer tokens than this in common are read by each request alone: a partial result and its merge
@@ -122,14 +126,15 @@ def partial_row_bytes(num_heads: int, head_size: int) -> int:
     return 4 * num_heads * (head_size + 17)
 
 
-def counted_queries(query_start_loc: torch.Tensor) -> list[int]:
+def counted_queries(query_start_loc: torch.Tensor) -> np.ndarray:
     """Number of queries of each request that may read with others; 0: the request reads alone.
 
     The count of a decoding request is exact, others are rounded up: as long as the counts stay the
     same, so does the plan.
     """
-    counts = ints(query_start_loc.diff())
-    return [0 if n > MAX_SHARED_QUERIES else n if n <= 1 else MAX_SHARED_QUERIES for n in counts]
+    counts = np.diff(query_start_loc.numpy())
+    counts[counts > 1] = np.where(counts[counts > 1] > MAX_SHARED_QUERIES, 0, MAX_SHARED_QUERIES)
+    return counts
 
 
 def plan_shared_reads(
@@ -151,39 +156,30 @@ def plan_shared_reads(
         all count alike.
     """
     counts = counted_queries(batch.query_start_loc)
-    request_of = _parent_spans(batch)
-    alone: list[list[SharedPiece]] = [[] for _ in range(batch.num_reqs)]
-    num_tokens = ints(batch.num_tokens)
-    chosen = _chosen(batch, request_of)
-    request_of = {j: r for j, r in request_of.items() if j not in chosen}
-    for j in [j for j, r in request_of.items() if not counts[r]]:
-        alone[request_of[j]].append(SharedPiece(num_tokens[j], ((j, 0),)))
-    request_of = {j: r for j, r in request_of.items() if counts[r]}
-    shared: dict[tuple[int, ...], list[SharedPiece]] = {}
-    for piece in _pieces(batch, request_of):
-        readers = tuple(request_of[span] for span, _ in piece.reads)
-        if len(readers) > 1:
-            shared.setdefault(readers, []).append(piece)
-        else:
-            alone[readers[0]].append(piece)
-    sizes = {readers: sum(p.num_tokens for p in pieces) for readers, pieces in shared.items()}
-    dropped = {readers for readers, size in sizes.items() if size < min_tokens}
+    parents, chosen, request = _parents(batch)
+    may_share = counts[request[parents]] > 0
+    reads = cut_reads(batch, parents[may_share], request)
+    groups = _grouped(reads, request)
+    kept = [g for g, num_tokens in enumerate(groups.num_tokens) if num_tokens >= min_tokens]
     if max_partials is not None:
-        paying = {readers: sizes[readers] for readers in sizes.keys() - dropped}
-        dropped |= _beyond_cap(paying, counts, max_partials)
-    for readers in dropped:
-        for piece in shared.pop(readers):
-            for request, read in zip(readers, piece.reads, strict=True):
-                alone[request].append(SharedPiece(piece.num_tokens, (read,)))
-    if not shared and not chosen:
+        kept = _within_cap(groups, kept, counts.tolist(), max_partials)
+    if not kept and not len(chosen):
         return None
-    singles = [Group((r,), pieces) for r, pieces in enumerate(alone)]
-    groups = [*singles, *(Group(*item) for item in shared.items())]
-    by_request: dict[int, list[SharedPiece]] = {}
-    for j, r in chosen.items():
-        by_request.setdefault(r, []).append(SharedPiece(num_tokens[j], ((j, 0),)))
-    last = [Group((r,), pieces) for r, pieces in by_request.items()]
-    return _flatten([*groups, *last], len(groups))
+    groups = groups.only(kept)
+    is_alone: np.ndarray = np.ones(len(reads.span), dtype=bool)
+    is_alone[groups.read] = False
+    whole = whole_reads(batch, parents[~may_share])
+    alone = [np.concatenate([x[is_alone], y]) for x, y in zip(reads, whole, strict=True)]
+    order = np.argsort(alone[0], kind="stable")
+    return _flatten(batch, Reads(*(x[order] for x in alone)), chosen, request, reads, groups)
+
+
+def reads_alone(batch: SpanBatch) -> SharedReads:
+    """Plan of reads in which each request reads for itself."""
+    parents, chosen, request = _parents(batch)
+    nothing = whole_reads(batch, parents[:0])
+    alone = whole_reads(batch, parents)
+    return _flatten(batch, alone, chosen, request, nothing, _grouped(nothing, request))
 
 
 def check_reads(batch: SpanBatch, reads: SharedReads | None) -> None:
@@ -193,110 +189,123 @@ def check_reads(batch: SpanBatch, reads: SharedReads | None) -> None:
         raise ValueError("spans that count by other weights need reads: see plan_shared_reads")
 
 
-def _chosen(batch: SpanBatch, request_of: Mapping[int, int]) -> dict[int, int]:
-    """Spans that count by other weights, each with its request."""
-    if batch.reweighting is None:
-        return {}
-    is_chosen = ints(batch.reweighting.is_chosen)
-    return {j: r for j, r in request_of.items() if is_chosen[j]}
+def _parents(batch: SpanBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Parent spans that count as they are, and by other weights; the request of every span."""
+    span_start = batch.span_start_loc.numpy()
+    is_chosen: np.ndarray = np.zeros(batch.num_spans, dtype=bool)
+    if batch.reweighting is not None:
+        is_chosen = batch.reweighting.is_chosen.numpy() != 0
+    is_plain = ~is_chosen
+    is_plain[span_start[1:] - 1] = False
+    request: np.ndarray = np.repeat(np.arange(batch.num_reqs), np.diff(span_start))
+    return np.flatnonzero(is_plain), np.flatnonzero(is_chosen), request
 
 
-def _beyond_cap(
-    sizes: Mapping[tuple[int, ...], int], counts: Sequence[int], max_partials: int
-) -> set[tuple[int, ...]]:
-    """Readers that must not read together, or partial results would exceed `max_partials`.
+class _Groups(NamedTuple):
+    """Groups of several readers, by the first reads of their pieces.
+
+    Attributes:
+        members: request of each member, by group.
+        num_tokens: tokens that the members have in common, by group.
+        read: int64 ``[num_reads]``, indices of reads, in the order of groups, pieces and members.
+        group: int64 ``[num_reads]``, group of each.
+    """
+
+    members: list[list[int]]
+    num_tokens: list[int]
+    read: np.ndarray
+    group: np.ndarray
+
+    def only(self, kept: Sequence[int]) -> _Groups:
+        """Some of the groups, by their numbers, ascending."""
+        number = np.full(len(self.members), -1)
+        number[kept] = np.arange(len(kept))
+        group = number[self.group]
+        members = [self.members[g] for g in kept]
+        num_tokens = [self.num_tokens[g] for g in kept]
+        return _Groups(members, num_tokens, self.read[group >= 0], group[group >= 0])
+
+
+def _grouped(reads: Reads, request: np.ndarray) -> _Groups:
+    """Group the pieces that the same requests read, as often."""
+    num_readers = np.bincount(reads.piece, minlength=len(reads.piece))
+    read = np.flatnonzero(num_readers[reads.piece] > 1)
+    read = read[np.argsort(reads.piece[read], kind="stable")]
+    first = np.flatnonzero(reads.piece[read] == read)
+    readers = request[reads.span[read]]
+    raw, ends = readers.tobytes(), [*(readers.itemsize * first).tolist(), readers.nbytes]
+    numbers: dict[bytes, int] = {}
+    of_piece = [numbers.setdefault(raw[a:b], len(numbers)) for a, b in pairwise(ends)]
+    num_tokens: np.ndarray = np.zeros(len(numbers), dtype=np.int64)
+    np.add.at(num_tokens, of_piece, reads.num_tokens[read[first]])
+    group: np.ndarray = np.repeat(np.array(of_piece, dtype=np.int64), num_readers[read[first]])
+    order = np.argsort(group, kind="stable")
+    members = [np.frombuffer(key, dtype=readers.dtype).tolist() for key in numbers]
+    return _Groups(members, num_tokens.tolist(), read[order], group[order])
+
+
+def _within_cap(
+    groups: _Groups, kept: Sequence[int], counts: Sequence[int], max_partials: int
+) -> list[int]:
+    """Groups that may read together: with all of `kept`, partial results may exceed the cap.
 
     Args:
-        sizes: tokens that readers have in common.
         counts: queries of each request, by `counted_queries`.
     """
-    rows = {readers: sum(counts[r] for r in readers) for readers in sizes}
-    # Tokens that are not read again, for each partial result.
-    worth = {readers: size * (len(readers) - 1) / rows[readers] for readers, size in sizes.items()}
-    dropped, grouped, total = set(), set[int](), 0
-    for readers in sorted(sizes, key=lambda readers: (-worth[readers], readers)):
+    rows = {g: sum(counts[r] for r in groups.members[g]) for g in kept}
+
+    def order(g: int) -> tuple[float, list[int]]:
+        # Tokens that are not read again, for each partial result.
+        members = groups.members[g]
+        return -groups.num_tokens[g] * (len(members) - 1) / rows[g], members
+
+    found, grouped, total = [], set[int](), 0
+    for g in sorted(kept, key=order):
         # Requests that are in a group at all leave one more, of what they read alone.
-        new = set(readers) - grouped
-        added = rows[readers] + sum(counts[r] for r in new)
-        if total + added > max_partials:
-            dropped.add(readers)
-        else:
+        new = set(groups.members[g]) - grouped
+        added = rows[g] + sum(counts[r] for r in new)
+        if total + added <= max_partials:
+            found.append(g)
             total, grouped = total + added, grouped | new
-    return dropped
+    return sorted(found)
 
 
-def _parent_spans(batch: SpanBatch) -> dict[int, int]:
-    """Spans but the own ones, each with its request."""
-    bounds = itertools.pairwise(ints(batch.span_start_loc))
-    return {j: r for r, (begin, end) in enumerate(bounds) for j in range(begin, end - 1)}
-
-
-# Slots of a block that a span reads: (block id, first, last + 1).
-_Cut = tuple[int, int, int]
-
-
-def _pieces(batch: SpanBatch, request_of: dict[int, int]) -> Iterator[SharedPiece]:
-    """Pieces of the spans, cut where their readers change."""
-    readers: dict[tuple[_Cut, ...], list[int]] = {}
-    cuts_of: dict[tuple[int, int, bytes], tuple[_Cut, ...]] = {}
-    table = batch.block_table.numpy()
-    size = batch.block_size
-    first_slot, num_tokens = ints(batch.first_slot), ints(batch.num_tokens)
-    for j, r in request_of.items():
-        first, last = first_slot[j], first_slot[j] + num_tokens[j]
-        blocks = table[r, first // size : -(-last // size)]
-        key = (first % size, num_tokens[j], blocks.tobytes())
-        cuts = cuts_of.get(key)
-        if cuts is None:
-            cuts = cuts_of[key] = _cuts(blocks.tolist(), first % size, num_tokens[j], size)
-        readers.setdefault(cuts, []).append(j)
-    yield from _runs(readers)
-
-
-def _cuts(blocks: Sequence[int], first: int, num_tokens: int, size: int) -> tuple[_Cut, ...]:
-    """Slots of each block that a span reads which begins at slot `first` of its first block."""
-    last = first + num_tokens
-    return tuple(
-        (block, max(first - k * size, 0), min(last - k * size, size))
-        for k, block in enumerate(blocks)
+def _flatten(
+    batch: SpanBatch,
+    alone: Reads,
+    chosen: np.ndarray,
+    request: np.ndarray,
+    reads: Reads,
+    groups: _Groups,
+) -> SharedReads:
+    """Lay out single requests, then groups, then spans that count by other weights."""
+    shared = Reads(*(column[groups.read] for column in reads))
+    apart, of_chosen = np.unique(request[chosen], return_inverse=True)
+    last = whole_reads(batch, chosen)
+    span, begin, num_tokens, _ = map(np.concatenate, zip(alone, shared, last, strict=True))
+    first_chosen = batch.num_reqs + len(groups.members)
+    num_groups = first_chosen + len(apart)
+    group: np.ndarray = np.concatenate(
+        [request[alone.span], batch.num_reqs + groups.group, first_chosen + of_chosen]
     )
+    is_first: np.ndarray = np.ones(len(span), dtype=bool)  # of the reads of its piece
+    is_first[len(alone.span) :][: len(groups.read)] = shared.piece == groups.read
+    members = [*range(batch.num_reqs), *(r for of_group in groups.members for r in of_group)]
+    lengths = [1] * batch.num_reqs + [len(m) for m in groups.members] + [1] * len(apart)
 
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int32))
 
-def _runs(readers: dict[tuple[_Cut, ...], list[int]]) -> Iterator[SharedPiece]:
-    """Whole spans, and runs of blocks of those that overlap others in part (sub-spans).
+    def starts(of_group: np.ndarray) -> torch.Tensor:
+        return tensor(bounds_of(np.bincount(of_group, minlength=num_groups)))
 
-    A block that two spans cut differently is read by each alone.
-    """
-    spans_of: dict[_Cut, tuple[int, ...]] = {}
-    for cuts, found in readers.items():
-        for cut in cuts:
-            spans_of[cut] = (*spans_of.get(cut, ()), *found)
-    runs: dict[tuple[_Cut, ...], list[tuple[int, int]]] = {}
-    for cuts, found in readers.items():
-        begin = 0
-        for _, run in itertools.groupby(cuts, key=spans_of.__getitem__):
-            run_cuts = tuple(run)
-            runs.setdefault(run_cuts, []).extend((j, begin) for j in found)
-            begin += sum(stop - start for _, start, stop in run_cuts)
-    for run_cuts, reads in runs.items():
-        num_tokens = sum(stop - start for _, start, stop in run_cuts)
-        yield SharedPiece(num_tokens, tuple(sorted(reads)))
-
-
-def _flatten(groups: Sequence[Group], first_chosen: int) -> SharedReads:
-    def starts(counts: Iterator[int]) -> torch.Tensor:
-        return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-
-    pieces = [piece for group in groups for piece in group.pieces]
-    reads = [read for piece in pieces for read in piece.reads]
-    columns = torch.tensor(reads, dtype=torch.int32).reshape(-1, 2).T.contiguous()
     return SharedReads(
-        member_start_loc=starts(len(group.members) for group in groups),
-        member_req=torch.tensor([r for g in groups for r in g.members], dtype=torch.int32),
-        piece_start_loc=starts(len(group.pieces) for group in groups),
-        piece_tokens=torch.tensor([piece.num_tokens for piece in pieces], dtype=torch.int32),
-        read_start_loc=starts(len(g.pieces) * len(g.members) for g in groups),
-        read_span=columns[0],
-        read_begin=columns[1],
+        member_start_loc=tensor(bounds_of(np.array(lengths))),
+        member_req=tensor(np.concatenate([members, apart])),
+        piece_start_loc=starts(group[is_first]),
+        piece_tokens=tensor(num_tokens[is_first]),
+        read_start_loc=starts(group),
+        read_span=tensor(span),
+        read_begin=tensor(begin),
         first_chosen=first_chosen,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -126,23 +127,10 @@ class SpanBatch:
                 f"span_start_loc ends at {span_start[-1]} but there are {self.num_spans} spans; "
                 "its last entry must be the number of spans"
             )
-        first_slot, num_tokens = ints(self.first_slot), ints(self.num_tokens)
-        delta = ints(self.position_delta)
-        for r in range(self.num_reqs):
-            for j in range(span_start[r], span_start[r + 1]):
-                self._validate_span(r, j, first_slot[j], num_tokens[j], num_blocks)
-            own = span_start[r + 1] - 1
-            q_len = query_start[r + 1] - query_start[r]
-            if delta[own] != 0:
-                raise ValueError(
-                    f"request {r}: position_delta of its own span {own} is {delta[own]}; "
-                    "new tokens keep the positions they are stored at, so it must be 0"
-                )
-            if q_len > num_tokens[own]:
-                raise ValueError(
-                    f"request {r}: {q_len} query tokens but its own span {own} holds only "
-                    f"{num_tokens[own]}; num_tokens of the own span includes this step's tokens"
-                )
+        self._validate_spans()
+        self._validate_own_spans()
+        if num_blocks is not None:
+            self._validate_blocks(num_blocks)
 
     def _validate_shapes(self) -> None:
         if self.block_size < 1:
@@ -190,29 +178,55 @@ class SpanBatch:
         if bool(given.is_chosen[own].any()):
             raise ValueError("own spans count as they are; choose parents alone")
 
-    def _validate_span(
-        self, r: int, j: int, first_slot: int, num_tokens: int, num_blocks: int | None
-    ) -> None:
-        if num_tokens < 1:
+    def _request_of(self, span: int) -> int:
+        return int(np.searchsorted(self.span_start_loc.numpy(), span, side="right")) - 1
+
+    def _validate_spans(self) -> None:
+        first, num_tokens = self.first_slot.numpy(), self.num_tokens.numpy()
+        if (j := _first_of(num_tokens < 1)) is not None:
             raise ValueError(
-                f"request {r}: span {j} has num_tokens {num_tokens}; leave empty spans out"
+                f"request {self._request_of(j)}: span {j} has num_tokens {num_tokens[j]}; leave "
+                "empty spans out"
             )
-        last_slot = first_slot + num_tokens - 1
+        last = first.astype(np.int64) + num_tokens - 1
         capacity = self.block_table.shape[1] * self.block_size
-        if first_slot < 0 or last_slot >= capacity:
+        if (j := _first_of((first < 0) | (last >= capacity))) is not None:
             raise ValueError(
-                f"request {r}: span {j} covers slots {first_slot}..{last_slot}, but its row of "
-                f"block_table covers 0..{capacity - 1}"
+                f"request {self._request_of(j)}: span {j} covers slots {first[j]}..{last[j]}, but "
+                f"its row of block_table covers 0..{capacity - 1}"
             )
-        if num_blocks is None:
-            return
-        used = self.block_table[r, first_slot // self.block_size : last_slot // self.block_size + 1]
-        low, high = int(used.min()), int(used.max())
-        if low < 0 or high >= num_blocks:
+
+    def _validate_own_spans(self) -> None:
+        own = self.span_start_loc.numpy()[1:] - 1
+        delta, num_tokens = self.position_delta.numpy()[own], self.num_tokens.numpy()[own]
+        if (r := _first_of(delta != 0)) is not None:
             raise ValueError(
-                f"request {r}: span {j} uses block ids {low}..{high}, but the cache has blocks "
-                f"0..{num_blocks - 1}"
+                f"request {r}: position_delta of its own span {own[r]} is {delta[r]}; new tokens "
+                "keep the positions they are stored at, so it must be 0"
             )
+        q_len = np.diff(self.query_start_loc.numpy())
+        if (r := _first_of(q_len > num_tokens)) is not None:
+            raise ValueError(
+                f"request {r}: {q_len[r]} query tokens but its own span {own[r]} holds only "
+                f"{num_tokens[r]}; num_tokens of the own span includes this step's tokens"
+            )
+
+    def _validate_blocks(self, num_blocks: int) -> None:
+        bounds = zip(ints(self.first_slot), ints(self.num_tokens), strict=True)
+        for j, (first, num_tokens) in enumerate(bounds):
+            r, begin = self._request_of(j), first // self.block_size
+            used = self.block_table[r, begin : (first + num_tokens - 1) // self.block_size + 1]
+            low, high = int(used.min()), int(used.max())
+            if low < 0 or high >= num_blocks:
+                raise ValueError(
+                    f"request {r}: span {j} uses block ids {low}..{high}, but the cache has blocks "
+                    f"0..{num_blocks - 1}"
+                )
+
+
+def _first_of(found: np.ndarray) -> int | None:
+    """Index of the first True, None if there is none."""
+    return int(found.argmax()) if found.any() else None
 
 
 def _check_cumulative(name: str, values: list[int], min_step: int) -> None:

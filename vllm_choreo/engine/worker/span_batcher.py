@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from vllm_choreo.engine.step import RequestSpans
+from vllm_choreo.engine.worker.angles import Angles
 from vllm_choreo.engine.worker.reweighting import reweighting_of
 from vllm_choreo.engine.worker.tensors import int32, to_device
 from vllm_choreo.engine.worker.watching import AttentionWatch
@@ -250,9 +251,13 @@ class _GroupBatcher:
         self._own: np.ndarray = np.empty(0, dtype=np.int64)
         self._bases: torch.Tensor = torch.empty(0, dtype=torch.int32)
         self._device_bases: torch.Tensor = self._bases
+        self._angles = {
+            kind.rotation: kind.rotation and Angles(kind.rotation, self.device)
+            for kind in self._kinds.values()
+        }
         self._cos_sin: dict[Rotation | None, torch.Tensor | None] = {}
         self._reads: SharedReads | None = None
-        self._reads_for: list[int] = []
+        self._reads_for: np.ndarray = np.empty(0, dtype=np.int32)  # `counted_queries`
         self._reads_queries: bytes | None = None  # None: the spans were laid out since
         self._tiles: dict[LayerShape, Tiles] = {}
         self._tiled_for: tuple[object, SharedReads | None, bytes] = (None, None, b"")
@@ -283,8 +288,7 @@ class _GroupBatcher:
         self._device_bases = to_device(self._bases, self.device)
         deltas = self._columns["position_delta"]
         self._cos_sin = {
-            rotation: None if rotation is None else to_device(rotation.cos_sin(deltas), self.device)
-            for rotation in {kind.rotation for kind in self._kinds.values()}
+            rotation: angles and angles.of(deltas) for rotation, angles in self._angles.items()
         }
 
     def batch(self, step: StepBatch, is_new: bool) -> dict[int, SpanPlan]:
@@ -327,7 +331,7 @@ class _GroupBatcher:
         if queries == self._reads_queries:
             return self._reads
         counts = counted_queries(spans.query_start_loc)
-        if self._reads_queries is None or counts != self._reads_for:
+        if self._reads_queries is None or not np.array_equal(counts, self._reads_for):
             table = self.batcher.host_table(step, self.group)
             in_host = dataclasses.replace(spans, block_table=table)
             self._reads = plan_shared_reads(in_host, self._max_partials)
