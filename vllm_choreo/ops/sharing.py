@@ -174,14 +174,6 @@ def plan_shared_reads(
     return _flatten(batch, Reads(*(x[order] for x in alone)), chosen, request, reads, groups)
 
 
-def reads_alone(batch: SpanBatch) -> SharedReads:
-    """Plan of reads in which each request reads for itself."""
-    parents, chosen, request = _parents(batch)
-    nothing = whole_reads(batch, parents[:0])
-    alone = whole_reads(batch, parents)
-    return _flatten(batch, alone, chosen, request, nothing, _grouped(nothing, request))
-
-
 def check_reads(batch: SpanBatch, reads: SharedReads | None) -> None:
     """Check that spans that count by other weights have a plan of reads, or raise a ValueError."""
     given = batch.reweighting
