@@ -131,9 +131,16 @@ def counted_queries(query_start_loc: torch.Tensor) -> np.ndarray:
 
     The count of a decoding request is exact, others are rounded up: as long as the counts stay the
     same, so does the plan.
+
+    Args:
+        query_start_loc: int32 ``[num_reqs + 1]``, in host memory.
+
+    Returns:
+        int32 ``[num_reqs]``.
     """
     counts = np.diff(query_start_loc.numpy())
-    counts[counts > 1] = np.where(counts[counts > 1] > MAX_SHARED_QUERIES, 0, MAX_SHARED_QUERIES)
+    counts[counts > MAX_SHARED_QUERIES] = 0
+    counts[counts > 1] = MAX_SHARED_QUERIES
     return counts
 
 

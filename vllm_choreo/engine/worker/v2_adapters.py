@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """Logits of rows of hidden states."""
 
-UseAdapters = Callable[["InputBatch", np.ndarray], None]
+UseAdaptersOf = Callable[["InputBatch", np.ndarray], None]
 """Sets adapters for the next rows: of which requests they are, by their number in the batch."""
 
 
@@ -41,12 +41,14 @@ def requests_of_tokens(batch: InputBatch) -> np.ndarray:
 class ChoreoPromptLogprobsWorker(PromptLogprobsWorker):
     """Worker that sets adapters for the rows whose logits it computes."""
 
-    _use_adapters: UseAdapters
+    _use_adapters_of: UseAdaptersOf
 
     @classmethod
-    def take_over(cls, worker: PromptLogprobsWorker, use_adapters: UseAdapters) -> None:
+    def take_over(cls, worker: PromptLogprobsWorker, use_adapters_of: UseAdaptersOf) -> None:
         """Make the worker of a model runner with LoRA one of this class."""
-        worker.__class__ = type(cls.__name__, (cls,), {"_use_adapters": staticmethod(use_adapters)})
+        worker.__class__ = type(
+            cls.__name__, (cls,), {"_use_adapters_of": staticmethod(use_adapters_of)}
+        )
 
     def compute_prompt_logprobs(
         self,
@@ -85,7 +87,7 @@ class ChoreoPromptLogprobsWorker(PromptLogprobsWorker):
             # vLLM cuts them from a step's: where the cut lies tells which they are.
             cut = rows.storage_offset() - hidden_states.storage_offset()
             first = cut // hidden_states.stride(0)
-            self._use_adapters(batch, requests[first : first + len(rows)])
+            self._use_adapters_of(batch, requests[first : first + len(rows)])
             return logits_fn(rows)
 
         return compute

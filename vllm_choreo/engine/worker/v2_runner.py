@@ -76,7 +76,7 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
         super().prepare_choreography()
         ChoreoModelState.take_over(self.model_state, self)
         if self.lora_config and self.prompt_logprobs_worker is not None:
-            ChoreoPromptLogprobsWorker.take_over(self.prompt_logprobs_worker, self._use_adapters)
+            ChoreoPromptLogprobsWorker.take_over(self.prompt_logprobs_worker, self._use_adapters_of)
 
     @property
     def choreo_drafter(self) -> ChoreoSpeculator:
@@ -149,13 +149,13 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         """Extend vLLM's method: with LoRA, drafts are checked by their requests' adapters."""
         if self.lora_config and input_batch.num_draft_tokens:
-            self._use_adapters(input_batch, requests_of_logits(input_batch))
+            self._use_adapters_of(input_batch, requests_of_logits(input_batch))
         sampled: tuple[SamplerOutput, torch.Tensor, torch.Tensor] = super().sample(
             hidden_states, input_batch, grammar_output
         )
         return sampled
 
-    def _use_adapters(self, batch: InputBatch, requests: np.ndarray) -> None:
+    def _use_adapters_of(self, batch: InputBatch, requests: np.ndarray) -> None:
         """Have the next rows take the adapters of requests, by their numbers in the batch."""
         by_request, _, adapters = self.lora_state.make_lora_inputs(
             batch.req_ids, batch.idx_mapping_np, batch.num_scheduled_tokens
