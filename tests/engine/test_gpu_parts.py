@@ -71,11 +71,15 @@ def test_runner_v1_chooses_no_full_graph_for_spans(vllm_config: VllmConfig) -> N
     dispatcher = ChoreoDispatcher(vllm_config)
     dispatcher.initialize_cudagraph_keys(BOTH)
     modes = {}
-    for dispatcher.allow_full in (True, False):
-        modes[dispatcher.allow_full] = [
+    for dispatcher.max_mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE):
+        modes[dispatcher.max_mode.name] = [
             dispatcher.dispatch(3, uniform_decode=is_decode)[0].name for is_decode in (True, False)
         ]
-    assert modes == {True: ["FULL", "PIECEWISE"], False: ["PIECEWISE", "PIECEWISE"]}
+    assert modes == {
+        "FULL": ["FULL", "PIECEWISE"],
+        "PIECEWISE": ["PIECEWISE", "PIECEWISE"],
+        "NONE": ["NONE", "NONE"],
+    }
     # With data parallelism the ranks agree on a mode first.
     mode, _ = dispatcher.dispatch(3, uniform_decode=True, valid_modes={CUDAGraphMode.NONE})
     assert mode == CUDAGraphMode.NONE
@@ -91,7 +95,7 @@ def test_runner_v2_chooses_no_full_graph_for_spans(
         return manager.dispatch(num_tokens, num_tokens, per_request, 0)
 
     assert choose(3, 1).cg_mode == CUDAGraphMode.FULL
-    manager.allow_full = False
+    manager.max_mode = CUDAGraphMode.PIECEWISE
     chosen = choose(3, 1)
     if mode == BOTH:
         assert (chosen.cg_mode, chosen.num_tokens) == (CUDAGraphMode.PIECEWISE, 4)
@@ -99,7 +103,9 @@ def test_runner_v2_chooses_no_full_graph_for_spans(
         assert (chosen.cg_mode, chosen.num_tokens) == (CUDAGraphMode.NONE, 3)
         assert chosen.num_reqs == 3
     assert choose(9, None).cg_mode == CUDAGraphMode.NONE
-    manager.allow_full = True
+    manager.max_mode = CUDAGraphMode.NONE
+    assert (choose(3, 1).cg_mode, choose(3, 1).num_tokens) == (CUDAGraphMode.NONE, 3)
+    manager.max_mode = CUDAGraphMode.FULL
     assert choose(3, 1).cg_mode == CUDAGraphMode.FULL, "later steps are not concerned"
 
 

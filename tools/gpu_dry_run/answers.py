@@ -9,6 +9,7 @@ choreographed calls may differ by 2.5 times as much: one more rotation and a par
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo import Choreography
@@ -37,9 +38,22 @@ def differences(llm: LLM, model: str, names: Sequence[str]) -> Iterator[tuple[st
     subject, reference = Subject(llm, VOCAB_SIZE), Reference(model)
     if not names:
         yield from _in_16_bits(subject, reference)
+    of_engine = {**laws.LAWS, "oracle": partial(laws.oracle, reference=reference), "kept": _kept}
     for name in names:
-        found = laws.oracle(subject, reference) if name == "oracle" else laws.LAWS[name](subject)
+        found = of_engine[name](subject)
         yield name, max(found), LOGPROB_TOLERANCE
+
+
+def _kept(subject: Subject) -> Iterator[float]:
+    """What nothing came before is the same, repaired by layers from what was kept of it."""
+    given, asked = subject.tokens(20, 400), subject.tokens(5, 401)
+    with Choreography(subject.llm) as c:
+        heard = c.decode(given, sampling_params=greedy(20), keep_hidden=[1])
+        as_it_is, by_layers = (
+            c.decode(asked, parents=[heard], sampling_params=greedy(), layers=layers)
+            for layers in (None, (1, 3))
+        )
+        yield laws.difference(as_it_is, by_layers)
 
 
 def _in_16_bits(subject: Subject, reference: Reference) -> Iterator[tuple[str, float, float]]:

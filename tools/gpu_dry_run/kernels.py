@@ -26,6 +26,20 @@ _CAN: dict[str, Callable[[int], bool]] = {
     "cutlass_scaled_mm_supports_fp4": lambda capability: capability >= 100,
     "cutlass_group_gemm_supported": lambda capability: capability in (90, 100),
 }
+# Of `torch.ops._C`: named by vLLM's passes of compilation when they are imported, called by no run.
+_NAMED = (
+    "static_scaled_fp8_quant",
+    "dynamic_scaled_fp8_quant",
+    "dynamic_per_token_scaled_fp8_quant",
+    "rms_norm_static_fp8_quant",
+    "fused_add_rms_norm_static_fp8_quant",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_per_block_quant",
+    "silu_and_mul_quant",
+    "silu_and_mul_per_block_quant",
+    "fused_qk_norm_rope",
+)
+_library = torch.library.Library("_C", "FRAGMENT")
 
 
 def install(double: DeviceDouble) -> None:
@@ -40,6 +54,9 @@ def install(double: DeviceDouble) -> None:
     for namespace, functions in kernels.items():
         for name, function in functions.items():
             _put(namespace, name, _launching(double, f"{namespace}::{name}", function))
+    for name in _NAMED:
+        if not hasattr(torch.ops._C, name):
+            _library.define(f"{name}(Tensor output) -> ()")
     for name, answer in {**_CAN, "weak_ref_tensor": torch.Tensor.detach}.items():
         _put("_C", name, answer)
 

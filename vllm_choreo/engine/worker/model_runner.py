@@ -9,6 +9,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -61,7 +62,7 @@ _NO_ROTATION = Rotation(inv_freq=torch.empty(0, dtype=torch.float64), is_neox=Tr
 class GraphChooser(Protocol):
     """Chooser of CUDA graphs for a step."""
 
-    allow_full: bool
+    max_mode: CUDAGraphMode
 
 
 class ChoreoModelRunner:
@@ -317,7 +318,7 @@ class ChoreoModelRunner:
         raise NotImplementedError
 
     def _guard_graphs(self) -> None:
-        """Make `graphs` obey `allow_full`."""
+        """Make `graphs` obey `max_mode`."""
         raise NotImplementedError
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object:
@@ -347,8 +348,14 @@ class ChoreoModelRunner:
         capturing: AbstractContextManager[None] | None = None
         if partial_runs is not None and partial_runs.has_captures(scheduled):
             capturing = partial_runs.capturing(scheduled)
-        # A full graph replays vLLM's own attention; piecewise ones leave attention out.
-        self.graphs.allow_full = not (capturing or self.batcher.reads_spans(scheduled))
+        if capturing:  # hidden states are taken in Python, between layers
+            mode = CUDAGraphMode.NONE
+        elif self.batcher.reads_spans(scheduled):
+            # A full graph replays vLLM's own attention; piecewise ones leave attention out.
+            mode = CUDAGraphMode.PIECEWISE
+        else:
+            mode = CUDAGraphMode.FULL
+        self.graphs.max_mode = mode
         self._in_step = True
         try:
             with capturing or nullcontext():
@@ -356,7 +363,7 @@ class ChoreoModelRunner:
                 return self._with_attention(output)
         finally:
             self._in_step = False
-            self.graphs.allow_full = True
+            self.graphs.max_mode = CUDAGraphMode.FULL
             self.batcher.running = None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> object:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_choreo.engine.step import ChoreoStep
@@ -63,7 +64,7 @@ class PartialRuns:
         return attention
 
     def has_captures(self, request_ids: Iterable[str]) -> bool:
-        """Return whether a request has hidden states captured, which no full graph does."""
+        """Return whether a request has hidden states captured, which no CUDA graph does."""
         return bool(self.memory.layers_of(request_ids))
 
     @contextmanager
@@ -84,4 +85,5 @@ class PartialRuns:
 
     def _capture(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> None:
         assert self.batch is not None, "a batch is laid out before it runs"
-        self.memory.capture(layer, hidden, positions, self.batch)
+        with gpu_sync_allowed():  # they go to host memory now
+            self.memory.capture(layer, hidden, positions, self.batch)

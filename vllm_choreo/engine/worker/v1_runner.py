@@ -25,16 +25,20 @@ if TYPE_CHECKING:
     from vllm.v1.worker.block_table import BlockTable
 
 
-class ChoreoDispatcher(CudagraphDispatcher):
-    """Dispatcher that chooses no full CUDA graph while those are not allowed."""
+_GRAPHS = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
-    allow_full = True
+
+class ChoreoDispatcher(CudagraphDispatcher):
+    """Dispatcher that chooses no CUDA graph of a mode above `max_mode`."""
+
+    max_mode = CUDAGraphMode.FULL
 
     def dispatch(
         self, *args: Any, invalid_modes: Set[CUDAGraphMode] | None = None, **kwargs: Any
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
-        if not self.allow_full:
-            invalid_modes = {CUDAGraphMode.FULL} | (invalid_modes or set())
+        if self.max_mode != CUDAGraphMode.FULL:
+            above = {m for m in _GRAPHS if m.value > self.max_mode.value}
+            invalid_modes = above | (invalid_modes or set())
         return super().dispatch(*args, invalid_modes=invalid_modes, **kwargs)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -29,7 +30,7 @@ from vllm_choreo.engine.worker.v2_graphs import GuardedGraphManager
 
 
 class ChoreoSpeculatorGraphManager(GuardedGraphManager, SpeculatorCudaGraphManager):
-    """Graph manager of a drafter that chooses no full CUDA graph while those are not allowed."""
+    """Graph manager of a drafter that chooses no CUDA graph of a mode above `max_mode`."""
 
 
 class ChoreoSpeculator(DraftModelSpeculator):
@@ -64,7 +65,7 @@ class ChoreoSpeculator(DraftModelSpeculator):
         self._num_passes = 0
         has_calls = self.step is not None and self.spans.reads_spans(self.step.request_ids)
         for manager in self.graph_managers:
-            manager.allow_full = not has_calls
+            manager.max_mode = CUDAGraphMode.PIECEWISE if has_calls else CUDAGraphMode.FULL
         try:
             return super().propose(*args, **kwargs)
         finally:
