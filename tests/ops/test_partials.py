@@ -101,6 +101,13 @@ def test_a_cap_drops_the_groups_that_pay_least():
     assert groups(3) is None
 
 
+def test_what_reading_together_saves_may_be_too_little():
+    batch = batch_of([1] * 5, [[0, 1], [0, 1], [0], [2, 3], [2]], 100)
+    saved = 2 * 100 + 100 + 100  # of 0, 1 and 2, which three, two and two requests read
+    assert plan_shared_reads(batch, min_saved=saved) is not None
+    assert plan_shared_reads(batch, min_saved=saved + 1) is None
+
+
 @pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize("max_partials", [0, 11, 40])
 def test_a_capped_plan_gives_the_same_results(impl, max_partials):

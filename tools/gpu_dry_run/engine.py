@@ -128,6 +128,7 @@ def run(name: str, double: DeviceDouble) -> Report:
             runner = _runner(llm)
             found = {layer.attn_backend.get_name() for layer in runner.layers.values()}
             report.backends = sorted(found)
+            runner.batcher.min_saved_bytes = 0  # tiny models read together, too
             _watch(runner, report, double)
             report.num_captures = streams.CUDAGraph.num_captures
             _measure(llm, path, case, report)

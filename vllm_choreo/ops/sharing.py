@@ -37,6 +37,13 @@ MIN_SHARED_TOKENS = 64
 #   32 / 8 heads of 128       1.63     1.04     0.91     1.02     0.93
 # Kernels on GPUs are bound by reading for longer; drafts of speculation stay below.
 MAX_SHARED_QUERIES = 8
+# On GPUs, of a layer's keys and values in a step. Reading together takes more launches, one behind
+# the other: about 20 µs. Time alone / together of a decode step on an H200, bfloat16, 32 / 8 heads
+# of 128 (`benchmarks/results/gpu_attention.csv`):
+#   readers x tokens      8 x 500   4 x 2000   64 x 500   16 x 8000   64 x 4000   16 x 32000
+#   MiB saved             14        23         123        469         984         1875
+#   time                  0.62      1.04       0.87       2.00        3.42        4.65
+MIN_SAVED_BYTES = 128 * 2**20
 # Of all partial results of a layer. 256 decoding requests of 32 heads of size 128 may each be
 # members of 13 groups.
 PARTIAL_BYTES = 64 * 2**20
@@ -145,7 +152,10 @@ def counted_queries(query_start_loc: torch.Tensor) -> np.ndarray:
 
 
 def plan_shared_reads(
-    batch: SpanBatch, max_partials: int | None = None, min_tokens: int = MIN_SHARED_TOKENS
+    batch: SpanBatch,
+    max_partials: int | None = None,
+    min_tokens: int = MIN_SHARED_TOKENS,
+    min_saved: int = 0,
 ) -> SharedReads | None:
     """Find the tokens that requests of a batch read in common, from the block table alone.
 
@@ -157,6 +167,7 @@ def plan_shared_reads(
         max_partials: partial results, of a query in all heads each, that reading together may
             leave; the groups that pay least are dropped.
         min_tokens: tokens that readers must have in common to read together.
+        min_saved: tokens that reading together must save in all, else nobody does.
 
     Returns:
         The groups; None if no two spans have enough tokens in common, or none may be grouped, and
@@ -170,6 +181,8 @@ def plan_shared_reads(
     kept = [g for g, num_tokens in enumerate(groups.num_tokens) if num_tokens >= min_tokens]
     if max_partials is not None:
         kept = _within_cap(groups, kept, counts.tolist(), max_partials)
+    if sum(groups.num_tokens[g] * (len(groups.members[g]) - 1) for g in kept) < min_saved:
+        kept = []
     if not kept and not len(chosen):
         return None
     groups = groups.only(kept)

@@ -30,7 +30,12 @@ from vllm_choreo.ops import (
     SpanPlan,
     plan_shared_reads,
 )
-from vllm_choreo.ops.sharing import PARTIAL_BYTES, counted_queries, partial_row_bytes
+from vllm_choreo.ops.sharing import (
+    MIN_SAVED_BYTES,
+    PARTIAL_BYTES,
+    counted_queries,
+    partial_row_bytes,
+)
 from vllm_choreo.ops.tiles import MIN_SPLIT_TOKENS, Tiles
 
 _ORDINARY = RequestSpans((), (), (), (), 0)
@@ -103,6 +108,7 @@ class SpanBatcher:
     Attributes:
         shared_reading: True if tokens that several requests attend to are read once for all of
             them. May be set between two steps.
+        min_saved_bytes: keys and values of a layer that this must save in a step. May be set, too.
         running: the plans of the step that runs now, one per kind; None while it is an ordinary
             one, or no step at all but a dummy run.
         watch: observer of the layers' queries, which sums up attention; None: there is none.
@@ -121,6 +127,7 @@ class SpanBatcher:
         self.kinds = tuple(kinds)
         self.shared_reading = shared_reading
         self.device = torch.device(device)
+        self.min_saved_bytes = MIN_SAVED_BYTES if self.device.type == "cuda" else 0
         self.running: Sequence[SpanPlan] | None = None
         self.watch: AttentionWatch | None = None
         self._requests: dict[str, RequestSpans] = {}
@@ -246,6 +253,10 @@ class _GroupBatcher:
             PARTIAL_BYTES // partial_row_bytes(shape.num_heads, shape.head_size)
             for shape in self._shapes
         )
+        self._token_bytes = max(
+            2 * shape.num_kv_heads * shape.head_size * shape.dtype.itemsize
+            for shape in self._shapes
+        )
         self._columns: dict[str, torch.Tensor] = {}
         self._reweighting: Reweighting | None = None
         self._own: np.ndarray = np.empty(0, dtype=np.int64)
@@ -334,7 +345,8 @@ class _GroupBatcher:
         if self._reads_queries is None or not np.array_equal(counts, self._reads_for):
             table = self.batcher.host_table(step, self.group)
             in_host = dataclasses.replace(spans, block_table=table)
-            self._reads = plan_shared_reads(in_host, self._max_partials)
+            min_saved = self.batcher.min_saved_bytes // self._token_bytes
+            self._reads = plan_shared_reads(in_host, self._max_partials, min_saved=min_saved)
             self._reads_for = counts
         self._reads_queries = queries
         return self._reads

@@ -35,6 +35,7 @@ def warm_up(layers: Iterable[Attention], batcher: SpanBatcher, table_width: int)
     """
     # All zeros: block 0 belongs to no request.
     table = torch.zeros(_NUM_REQUESTS, table_width, dtype=torch.int32, device=batcher.device)
+    min_saved_bytes, batcher.min_saved_bytes = batcher.min_saved_bytes, 0
     for layer in {_compiled_for(batcher, layer): layer for layer in layers}.values():
         shape, impl = _kind(batcher, layer).shape, layer.impl
         num_queries = _start_batch(batcher, shape.num_heads // shape.num_kv_heads, table)
@@ -42,7 +43,7 @@ def warm_up(layers: Iterable[Attention], batcher: SpanBatcher, table_width: int)
         query = torch.zeros(size, dtype=shape.dtype, device=batcher.device)
         output = query[..., : impl.value_size].clone(memory_format=torch.contiguous_format)
         impl.attend(query, impl.kv_cache_of(layer), output)
-    batcher.running = None
+    batcher.running, batcher.min_saved_bytes = None, min_saved_bytes
     batcher.update({}, map(str, range(_NUM_REQUESTS)))
 
 
