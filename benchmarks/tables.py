@@ -7,6 +7,7 @@ from benchmarks.attention import tables as attention
 from benchmarks.checkouts import tables as checkouts
 from benchmarks.fleet import tables as fleet
 from benchmarks.frontier import tables as frontier
+from benchmarks.gpu.engine import tables as gpu_engine
 from benchmarks.gpu.model import tables as gpu_model
 from benchmarks.harness.tables import Table
 from benchmarks.inside import tables as inside
@@ -41,6 +42,7 @@ _FOLDERS = (
     checkouts,
     fleet,
     frontier,
+    gpu_engine,
     gpu_model,
     inside,
     keep,

@@ -8,7 +8,7 @@ choreographed calls may differ by 2.5 times as much: one more rotation and a par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ def differences(llm: LLM, model: str, names: Sequence[str]) -> Iterator[tuple[st
     subject, reference = Subject(llm, VOCAB_SIZE), Reference(model)
     if not names:
         yield from _in_16_bits(subject, reference)
+    of_engine: dict[str, Callable[[Subject], Iterator[float]]]
     of_engine = {**laws.LAWS, "oracle": partial(laws.oracle, reference=reference), "kept": _kept}
     for name in names:
         found = of_engine[name](subject)
