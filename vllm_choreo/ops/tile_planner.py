@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from vllm_choreo.ops.sharing import Group, SharedPiece, SharedReads, check_reads
-from vllm_choreo.ops.spans import SpanBatch, ints
+from vllm_choreo.ops.ragged import any_of, bounds_of, entries_of
+from vllm_choreo.ops.sharing import SharedReads, check_reads
+from vllm_choreo.ops.spans import SpanBatch
+from vllm_choreo.ops.tile_queries import QueryTiles, Readers, Segments, cut_queries
 from vllm_choreo.ops.tiles import MIN_ROWS, MIN_SPLIT_TOKENS, TileClass, Tiles
 
 # Items begin at multiples of this within their tile, so that programs load whole chunks.
@@ -50,286 +53,274 @@ def plan_tiles(
     """
     check_reads(batch, reads)
     group_heads = num_heads // num_kv_heads
-    alone, apart = list(_alone(batch)), []
-    groups = alone
-    if reads is not None:
-        groups = reads.groups()
-        groups, apart = groups[: reads.first_chosen], groups[reads.first_chosen :]
+    max_rows = max(max_rows, _power_of_two(group_heads))
+
+    def num_slots(rows: int) -> int:
+        return num_programs(rows) // num_kv_heads
+
     # Together and split, together, alone and split, alone: that leaves no partial results at all,
     # but of spans that count by other weights.
-    for found, is_split in ((groups, True), (groups, False), (alone, True), (alone, False)):
-        planner = _Planner(batch, group_heads, max_rows, window)
-        for g, group in enumerate(found):
-            planner.add_group(group, has_own=g < batch.num_reqs)
-        for group in apart:
-            planner.add_group(group, has_own=False, is_chosen=True)
-        if is_split:
-            planner.split(lambda rows: num_programs(rows) // num_kv_heads)
+    for is_together in (True, False):
+        if is_together and reads is not None:
+            readers = Readers.of_reads(batch, reads)
         else:
-            planner.split(lambda rows: 0)
-        if max_partials is None or planner.num_partials <= max_partials:
-            break
-    return planner.finish(device)
+            readers = Readers.alone(batch, reads)
+        tiles = cut_queries(batch, readers, group_heads, max_rows, window)
+        for slots in (num_slots, None):
+            items = _cut_items(tiles, slots)
+            if max_partials is None or items.num_partials <= max_partials:
+                return _finish(batch, readers, tiles, items, group_heads, device)
+    return _finish(batch, readers, tiles, items, group_heads, device)
 
 
-def _alone(batch: SpanBatch) -> Iterator[Group]:
-    """Groups of single requests, each with its parents' spans that count as they are."""
-    start, num_tokens = ints(batch.span_start_loc), ints(batch.num_tokens)
-    given = batch.reweighting
-    is_chosen = [0] * batch.num_spans if given is None else ints(given.is_chosen)
-    for r in range(batch.num_reqs):
-        spans = [j for j in range(start[r], start[r + 1] - 1) if not is_chosen[j]]
-        yield Group((r,), [SharedPiece(num_tokens[j], ((j, 0),)) for j in spans])
+# -- items -----------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Tile:
-    """One tile: queries as (query, request, column) each, segments as in ``Tiles``."""
+class _Items(NamedTuple):
+    """Items of tiles, one behind the other, and the segments that they are made of.
 
-    queries: list[tuple[int, int, int]]
-    segments: list[tuple[int, ...]]
-    num_rows: int
-    own_request: int  # or -1
-    own_tokens: int  # of those that its last query sees
-    is_chosen: bool  # counts by other weights
-    items: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-    first_partial: int = -1
+    Attributes:
+        segments: segments of all tiles, cut where items end.
+        num_items: int64 ``[num_tiles]``, of each tile.
+        first, end: ``[num_items]``, segments of each, counted from the tile's first one.
+        own, share, shares: ``[num_items]``, as in ``TileClass``.
+        first_partial: ``[num_tiles]``, first row of partial results, or -1.
+        num_partials: rows of partial results.
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(segment[3] for segment in self.segments) + self.own_tokens
-
-    @property
-    def cost(self) -> int:
-        # Reading keys and values costs about as much as computing MIN_ROWS rows.
-        return self.num_tokens * (self.num_rows + MIN_ROWS)
-
-
-class _Planner:
-    def __init__(
-        self, batch: SpanBatch, group_heads: int, max_rows: int, window: int | None
-    ) -> None:
-        self.group_heads = group_heads
-        self.window = window
-        self.max_rows = max(max_rows, _power_of_two(group_heads))
-        self.first_slot, self.num_tokens = ints(batch.first_slot), ints(batch.num_tokens)
-        self.stored, self.delta = ints(batch.stored_position), ints(batch.position_delta)
-        self.query_start = ints(batch.query_start_loc)
-        self.own_spans = [end - 1 for end in ints(batch.span_start_loc)[1:]]
-        self.reads: list[tuple[int, int]] = []  # span, position
-        self.tiles: list[_Tile] = []
-        self.num_partials = 0
-
-    # -- tiles -------------------------------------------------------------------------------
-
-    def add_group(self, group: Group, has_own: bool, is_chosen: bool = False) -> None:
-        """Cut the queries of a group's members into tiles; with own tokens there is one member."""
-        segments = [self._segment(group.members[0], piece) for piece in group.pieces]
-        queries = [
-            (query, r, column)
-            for column, r in enumerate(group.members)
-            for query in range(self.query_start[r], self.query_start[r + 1])
-        ]
-        most = self.max_rows // self.group_heads
-        for begin in range(0, len(queries) if segments or has_own else 0, most):
-            chosen = queries[begin : begin + most]
-            last, request, _ = chosen[-1]
-            own = self._own_index(last, request) + 1 if has_own else 0
-            if self.window is not None:
-                own = min(own, self.window + len(chosen) - 1)
-            rows = self._num_rows(len(chosen) * self.group_heads)
-            seen = self._seen(segments, chosen)
-            if seen or has_own:
-                own_request = request if has_own else -1
-                self.tiles.append(_Tile(chosen, seen, rows, own_request, own, is_chosen))
-
-    def _own_index(self, query: int, request: int) -> int:
-        """Index of a query among its request's own tokens."""
-        own = self.num_tokens[self.own_spans[request]]
-        return own - self.query_start[request + 1] + query
-
-    def _seen(
-        self, segments: Sequence[tuple[int, ...]], queries: Sequence[tuple[int, int, int]]
-    ) -> list[tuple[int, ...]]:
-        """Segments without the beginnings that none of the queries sees."""
-        if self.window is None:
-            return list(segments)
-        first: dict[int, int] = {}  # position of the first query, by column
-        for query, request, column in queries:
-            own = self.stored[self.own_spans[request]]
-            first.setdefault(column, own + self._own_index(query, request))
-        found: list[tuple[int, ...]] = []
-        for read, request, slot, num_tokens, _ in segments:
-            hidden = min(
-                position + 1 - self.window - self.reads[read + column][1]
-                for column, position in first.items()
-            )
-            hidden = max(hidden, 0)
-            if hidden < num_tokens:
-                found.append((read, request, slot + hidden, num_tokens - hidden, hidden))
-        return found
-
-    def _segment(self, request: int, piece: SharedPiece) -> tuple[int, ...]:
-        first_read = len(self.reads)
-        for span, begin in piece.reads:
-            self.reads.append((span, self.stored[span] + begin - self.delta[span]))
-        span, begin = piece.reads[0]
-        return first_read, request, self.first_slot[span] + begin, piece.num_tokens, 0
-
-    def _num_rows(self, rows: int) -> int:
-        """Rows of a tile: smallest, middle or largest; each size in use is one launch more."""
-        sizes = (MIN_ROWS, 4 * MIN_ROWS, self.max_rows)
-        return next(size for size in sizes if rows <= size <= self.max_rows)
-
-    # -- items -------------------------------------------------------------------------------
-
-    def split(self, num_slots: Callable[[int], int]) -> None:
-        """Share out the tokens of long tiles.
-
-        Tiles of one size are a launch, and launches run one after the other: so each of them is to
-        fill the device.
-
-        Args:
-            num_slots: function of a number of rows: items of such tiles that run at once; 0: do not
-                split.
-        """
-        by_size: dict[int, list[_Tile]] = {}
-        for tile in self.tiles:
-            by_size.setdefault(tile.num_rows, []).append(tile)
-        for num_rows, tiles in by_size.items():
-            for tile, count in zip(tiles, _num_shares(tiles, num_slots(num_rows)), strict=True):
-                self._split(tile, count)
-        num_results: dict[int, int] = {}
-        for tile in self.tiles:
-            for query, _, _ in tile.queries:
-                num_results[query] = num_results.get(query, 0) + len(tile.items)
-        for tile in self.tiles:
-            if any(num_results[query] > 1 for query, _, _ in tile.queries):
-                tile.first_partial = self.num_partials
-                self.num_partials += len(tile.items) * len(tile.queries)
-
-    def _split(self, tile: _Tile, num_splits: int) -> None:
-        """Split a tile's tokens into items.
-
-        An item is (first segment, end segment, own request or -1, own share, own shares).
-        """
-        share = -(-tile.num_tokens // num_splits)
-        share = -(-share // SPLIT_UNIT) * SPLIT_UNIT
-        cut = list(_cut(tile.segments, share)) if num_splits > 1 else [tile.segments]
-        tile.segments = [segment for part in cut for segment in part]
-        bounds, begin = [], 0
-        for part in cut:
-            bounds.append((begin, begin + len(part)))
-            begin += len(part)
-        own = tile.own_request
-        if own < 0:
-            tile.items = [(*bound, -1, 0, 0) for bound in bounds]
-            return
-        own_shares = max(1, round(tile.own_tokens / share))
-        if own_shares == 1:  # its few tokens go with the last, shortest share
-            tile.items = [(*bound, -1, 0, 0) for bound in bounds[:-1]]
-            tile.items.append((*(bounds or [(0, 0)])[-1], own, 0, 1))
-            return
-        tile.items = [(*bound, -1, 0, 0) for bound in bounds if bound[0] < bound[1]]
-        tile.items += [(begin, begin, own, i, own_shares) for i in range(own_shares)]
-
-    # -- tensors -----------------------------------------------------------------------------
-
-    def finish(self, device: torch.device | str) -> Tiles:
-        """Make tensors of the plan, in one copy to the device."""
-        segments: list[tuple[int, ...]] = []
-        # By query: the rows of partial results that count by other weights, and the others.
-        rows_of: dict[int, tuple[list[int], list[int]]] = {}
-        request_of: dict[int, int] = {}
-        by_size: dict[int, list[tuple[_Tile, int]]] = {}
-        for tile in sorted(self.tiles, key=lambda tile: -tile.cost):  # the longest starts first
-            by_size.setdefault(tile.num_rows, []).append((tile, len(segments)))
-            segments += tile.segments
-            request_of.update((query, request) for query, request, _ in tile.queries)
-            if tile.first_partial >= 0:
-                self._list_partials(tile, rows_of)
-        merged = sorted(rows_of)
-        starts = [0]
-        for query in merged:
-            starts.append(starts[-1] + sum(map(len, rows_of[query])))
-        own = self.own_spans
-        arrays: dict[str, Sequence] = {
-            "segments": segments,
-            "read_span": [span for span, _ in self.reads],
-            "read_position": [position for _, position in self.reads],
-            "own_first_slot": [self.first_slot[j] for j in own],
-            "own_tokens": [self.num_tokens[j] for j in own],
-            "own_position": [self.stored[j] for j in own],
-            "query_end": self.query_start[1:],
-            "merged_query": merged,
-            "partial_start_loc": starts,
-            "partial": [row for query in merged for rows in rows_of[query] for row in rows],
-            "merged_request": [request_of[query] for query in merged],
-            "merged_chosen": [len(rows_of[query][0]) for query in merged],
-        }
-        sizes = sorted(by_size)
-        lists = [list(self._class_arrays(size, by_size[size])) for size in sizes]
-        tensors = iter(_to_device([*arrays.values(), *(a for four in lists for a in four)], device))
-        common = {name: next(tensors) for name in arrays}
-        classes = tuple(
-            TileClass(size, next(tensors), next(tensors), next(tensors), next(tensors))
-            for size in sizes
-        )
-        return Tiles(classes=classes, num_partials=self.num_partials, **common)
-
-    def _list_partials(self, tile: _Tile, rows_of: dict[int, tuple[list[int], list[int]]]) -> None:
-        row = tile.first_partial
-        for _ in tile.items:
-            for query, _, _ in tile.queries:
-                rows_of.setdefault(query, ([], []))[not tile.is_chosen].append(row)
-                row += 1
-
-    def _class_arrays(self, num_rows: int, tiles: Sequence[tuple[_Tile, int]]) -> Iterator[list]:
-        """Lists for a `TileClass`: query, request, column and items of the tiles of a size.
-
-        Args:
-            tiles: tiles, each with the index of its first segment.
-        """
-        width = num_rows // self.group_heads
-        padding = [(-1, 0, 0)]
-        slots = [[*t.queries, *padding * (width - len(t.queries))] for t, _ in tiles]
-        for i in range(3):
-            yield [[slot[i] for slot in of_tile] for of_tile in slots]
-        yield [
-            (index, base + first, base + end, own, share, shares,
-             tile.first_partial + i * len(tile.queries) if tile.first_partial >= 0 else -1,
-             int(tile.is_chosen))
-            for index, (tile, base) in enumerate(tiles)
-            for i, (first, end, own, share, shares) in enumerate(tile.items)
-        ]  # fmt: skip
+    segments: Segments
+    num_items: np.ndarray
+    first: np.ndarray
+    end: np.ndarray
+    own: np.ndarray
+    share: np.ndarray
+    shares: np.ndarray
+    first_partial: np.ndarray
+    num_partials: int
 
 
-def _num_shares(tiles: Sequence[_Tile], num_slots: int) -> list[int]:
+def _costs(tiles: QueryTiles) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each tile, and what it costs to read and to compute with them."""
+    of_parents: np.ndarray = np.zeros(len(tiles.num_rows), dtype=np.int64)
+    np.add.at(of_parents, tiles.segments.tile, tiles.segments.num_tokens)
+    num_tokens = of_parents + tiles.own_tokens
+    # Reading keys and values costs about as much as computing MIN_ROWS rows.
+    return num_tokens, num_tokens * (tiles.num_rows + MIN_ROWS)
+
+
+def _cut_items(tiles: QueryTiles, num_slots: Callable[[int], int] | None) -> _Items:
+    """Share out the tokens of long tiles.
+
+    Tiles of one size are a launch, and launches run one after the other: so each of them is to
+    fill the device.
+
+    Args:
+        num_slots: function of a number of rows: items of such tiles that run at once; None: do
+            not split.
+    """
+    num_tokens, cost = _costs(tiles)
+    splits: np.ndarray = np.ones(len(cost), dtype=np.int64)
+    if num_slots is not None:
+        for rows in np.unique(tiles.num_rows).tolist():
+            of_size = tiles.num_rows == rows
+            splits[of_size] = _num_shares(cost[of_size], num_tokens[of_size], rows, num_slots(rows))
+    share = -(-num_tokens // splits)
+    share = np.maximum(-(-share // SPLIT_UNIT) * SPLIT_UNIT, SPLIT_UNIT)
+    segments, part = _cut_segments(tiles.segments, np.where(splits > 1, share, num_tokens + 1))
+    return _share_out(tiles, segments, part, share)
+
+
+def _num_shares(
+    cost: np.ndarray, num_tokens: np.ndarray, num_rows: int, num_slots: int
+) -> np.ndarray:
     """Into how many items each tile of a launch is split.
 
     So that all items run at once, if they fill the device then. Else finer ones may end sooner: 40
     equal tiles of which 33 run at once take twice their time, in 4 items each 5 quarters of it.
     """
-    total = sum(tile.cost for tile in tiles)
+    total = int(cost.sum())
+    best: np.ndarray = np.ones(len(cost), dtype=np.int64)
     if not num_slots or not total:
-        return [1] * len(tiles)
-    begin = _ITEM_TOKENS * (tiles[0].num_rows + MIN_ROWS)
-    best, least = [1] * len(tiles), math.inf
+        return best
+    begin, least = _ITEM_TOKENS * (num_rows + MIN_ROWS), math.inf
     for waves in range(1, _MOST_WAVES + 1):
-        counts = [
-            max(1, min(tile.cost * num_slots * waves // total, tile.num_tokens // MIN_SPLIT_TOKENS))
-            for tile in tiles
-        ]
-        longest = max(tile.cost / count for tile, count in zip(tiles, counts, strict=True))
-        mean = total / sum(counts)
+        counts = np.minimum(cost * num_slots * waves // total, num_tokens // MIN_SPLIT_TOKENS)
+        counts = np.maximum(counts, 1)
+        num_items = int(counts.sum())
+        mean = total / num_items
         # The items but the longest, as if they were equal, then what that one takes more.
-        time = math.ceil(sum(counts) / num_slots) * (mean + begin) + longest - mean
+        longest = float((cost / counts).max())
+        time = math.ceil(num_items / num_slots) * (mean + begin) + longest - mean
         if time < least:
             best, least = counts, time
-        is_full = 0.9 * num_slots <= sum(counts) <= num_slots
-        if is_full or len(tiles) > _MOST_WAVES * num_slots:
+        is_full = 0.9 * num_slots <= num_items <= num_slots
+        if is_full or len(cost) > _MOST_WAVES * num_slots:
             break
     return best
+
+
+def _cut_segments(segments: Segments, share: np.ndarray) -> tuple[Segments, np.ndarray]:
+    """Cut segments at multiples of their tiles' shares; also returns the share of each.
+
+    Args:
+        share: tokens of a share, by tile.
+    """
+    of_tile = np.bincount(segments.tile, minlength=len(share))
+    ends = np.cumsum(segments.num_tokens)
+    before_tile = np.concatenate([[0], ends])[bounds_of(of_tile)[segments.tile]]
+    end = ends - before_tile  # in its tile
+    start, size = end - segments.num_tokens, share[segments.tile]
+    first = start // size
+    segment, index = entries_of((end - 1) // size - first + 1)
+    part = first[segment] + index
+    begin = np.maximum(start[segment], part * size[segment])
+    stop = np.minimum(end[segment], (part + 1) * size[segment])
+    done = begin - start[segment]
+    whole = segments.only(segment)
+    return whole._replace(
+        slot=whole.slot + done, num_tokens=stop - begin, before=whole.before + done
+    ), part
+
+
+def _share_out(
+    tiles: QueryTiles, segments: Segments, part: np.ndarray, share: np.ndarray
+) -> _Items:
+    """Make items of shares of the parents' tokens, and of the own ones.
+
+    Few own tokens go with the last share, more have items of their own.
+    """
+    num_tiles = len(share)
+    num_parts: np.ndarray = np.zeros(num_tiles, dtype=np.int64)
+    np.maximum.at(num_parts, segments.tile, part + 1)
+    has_own = tiles.own_request >= 0
+    own_shares = np.maximum(1, np.rint(tiles.own_tokens / share).astype(np.int64)) * has_own
+    apart = np.where(own_shares > 1, own_shares, 0)
+    count = np.where(own_shares == 1, np.maximum(num_parts, 1), num_parts + apart)
+    tile, index = entries_of(count)
+    # Bounds of the shares, counted from the tile's first segment.
+    parts = bounds_of(num_parts)
+    sizes = np.bincount(parts[segments.tile] + part, minlength=int(parts[-1]))
+    bounds = bounds_of(sizes)
+    from_tile = bounds[parts[:-1]]
+    is_part = index < num_parts[tile]
+    at = np.where(is_part, parts[:-1][tile] + index, parts[1:][tile])
+    first = bounds[at] - from_tile[tile]
+    end = bounds[at + is_part] - from_tile[tile]
+    with_last = (own_shares[tile] == 1) & (index == count[tile] - 1)
+    is_own = with_last | ~is_part
+    num_results: np.ndarray = np.zeros(int(tiles.queries.query.max(initial=-1)) + 1, dtype=np.int64)
+    np.add.at(num_results, tiles.queries.query, count[tiles.queries.tile])
+    is_partial = any_of(num_results[tiles.queries.query] > 1, tiles.queries.tile, num_tiles)
+    rows = count * np.bincount(tiles.queries.tile, minlength=num_tiles) * is_partial
+    return _Items(
+        segments,
+        count,
+        first,
+        end,
+        np.where(is_own, tiles.own_request[tile], -1),
+        np.where(is_part, 0, index - num_parts[tile]) * is_own,
+        np.where(is_own, own_shares[tile], 0),
+        np.where(is_partial, np.cumsum(rows) - rows, -1),
+        int(rows.sum()),
+    )
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def _finish(
+    batch: SpanBatch,
+    readers: Readers,
+    tiles: QueryTiles,
+    items: _Items,
+    group_heads: int,
+    device: torch.device | str,
+) -> Tiles:
+    """Make tensors of the plan, in one copy to the device."""
+    own = batch.span_start_loc.numpy()[1:].astype(np.int64) - 1
+    order = np.argsort(-_costs(tiles)[1], kind="stable")  # the longest starts first
+    _, segment = _runs(order, np.bincount(items.segments.tile, minlength=len(order)))
+    first_slot, num_tokens = batch.first_slot.numpy(), batch.num_tokens.numpy()
+    arrays: dict[str, np.ndarray] = {
+        "segments": np.stack([column[segment] for column in items.segments[1:]], axis=1),
+        "read_span": readers.read_span,
+        "read_position": tiles.read_position,
+        "own_first_slot": first_slot[own],
+        "own_tokens": num_tokens[own],
+        "own_position": batch.stored_position.numpy()[own],
+        "query_end": batch.query_start_loc.numpy()[1:],
+        **_merges(batch, tiles, items, order),
+    }
+    sizes = np.unique(tiles.num_rows).tolist()
+    lists = [_class_arrays(tiles, items, order, size, group_heads) for size in sizes]
+    tensors = iter(_to_device([*arrays.values(), *(a for four in lists for a in four)], device))
+    common = {name: next(tensors) for name in arrays}
+    classes = tuple(TileClass(size, *(next(tensors) for _ in range(4))) for size in sizes)
+    return Tiles(classes=classes, num_partials=items.num_partials, **common)
+
+
+def _runs(order: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Entries of runs in another order: index of the run in `order`, and of the entry."""
+    run, index = entries_of(lengths[order])
+    return run, bounds_of(lengths)[order[run]] + index
+
+
+def _merges(
+    batch: SpanBatch, tiles: QueryTiles, items: _Items, order: np.ndarray
+) -> Mapping[str, np.ndarray]:
+    """Rows of partial results of each merged query, those that count by other weights first."""
+    size = np.bincount(tiles.queries.tile, minlength=len(order))
+    ordered = order[items.first_partial[order] >= 0]
+    run, index = entries_of((items.num_items * size)[ordered])
+    tile = ordered[run]
+    row = items.first_partial[tile] + index
+    query = tiles.queries.query[bounds_of(size)[tile] + index % size[tile]]
+    is_chosen = tiles.is_chosen[tile]
+    by_query = np.argsort(2 * query + ~is_chosen, kind="stable")
+    merged, num_rows = np.unique(query, return_counts=True)
+    num_chosen = np.bincount(query[is_chosen], minlength=int(merged.max(initial=-1)) + 1)
+    ends = batch.query_start_loc.numpy()[1:]
+    return {
+        "merged_query": merged,
+        "partial_start_loc": bounds_of(num_rows),
+        "partial": row[by_query],
+        "merged_request": np.searchsorted(ends, merged, side="right"),
+        "merged_chosen": num_chosen[merged],
+    }
+
+
+def _class_arrays(
+    tiles: QueryTiles, items: _Items, order: np.ndarray, num_rows: int, group_heads: int
+) -> list[np.ndarray]:
+    """Arrays for a `TileClass`: query, request, column and items of the tiles of a size."""
+    queries, of_size = tiles.queries, order[tiles.num_rows[order] == num_rows]
+    size = np.bincount(queries.tile, minlength=len(order))
+    index, entry = _runs(of_size, size)
+    shape = len(of_size), num_rows // group_heads
+    arrays = []
+    for column, empty in ((queries.query, -1), (queries.request, 0), (queries.column, 0)):
+        slots: np.ndarray = np.full(shape, empty, dtype=np.int64)
+        slots[index, queries.slot[entry]] = column[entry]
+        arrays.append(slots)
+    # Segments lie in the order of all tiles, whatever their size.
+    num_segments = np.bincount(items.segments.tile, minlength=len(order))
+    base: np.ndarray = np.empty(len(order), dtype=np.int64)
+    base[order] = bounds_of(num_segments[order])[:-1]
+    index, item = _runs(of_size, items.num_items)
+    tile = of_size[index]
+    partial = items.first_partial[tile]
+    number = item - bounds_of(items.num_items)[tile]
+    columns = (
+        index,
+        base[tile] + items.first[item],
+        base[tile] + items.end[item],
+        items.own[item],
+        items.share[item],
+        items.shares[item],
+        np.where(partial >= 0, partial + number * size[tile], -1),
+        tiles.is_chosen[tile],
+    )
+    return [*arrays, np.stack([column.astype(np.int64) for column in columns], axis=1)]
 
 
 def _power_of_two(n: int) -> int:
@@ -337,35 +328,15 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _cut(segments: Sequence[tuple[int, ...]], share: int) -> Iterator[list[tuple[int, ...]]]:
-    """Runs of segments with `share` tokens each, the last one with what is left."""
-    part: list[tuple[int, ...]] = []
-    num_left = share
-    for read, request, slot, num_tokens, before in segments:
-        done = 0
-        while done < num_tokens:
-            taken = min(num_left, num_tokens - done)
-            part.append((read, request, slot + done, taken, before + done))
-            done += taken
-            num_left -= taken
-            if num_left == 0:
-                yield part
-                part, num_left = [], share
-    if part:
-        yield part
-
-
-def _to_device(arrays: Sequence[Sequence], device: torch.device | str) -> list[torch.Tensor]:
+def _to_device(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
     """Int32 tensors on a device, cut out of one buffer at multiples of 16 bytes."""
-    tensors = [torch.tensor(array, dtype=torch.int32) for array in arrays]
-    padded = [-(-tensor.numel() // 4) * 4 for tensor in tensors]
+    padded = [-(-array.size // 4) * 4 for array in arrays]
     buffer = torch.zeros(sum(padded), dtype=torch.int32)
     if torch.device(device).type != "cpu":
         buffer = buffer.pin_memory()
-    for part, tensor in zip(buffer.split(padded), tensors, strict=True):
-        part[: tensor.numel()] = tensor.flatten()
+    host, begin = buffer.numpy(), 0
+    for array, size in zip(arrays, padded, strict=True):
+        host[begin : begin + array.size] = array.ravel()
+        begin += size
     moved = buffer.to(device, non_blocking=True).split(padded)
-    return [
-        part[: tensor.numel()].view(tensor.shape)
-        for part, tensor in zip(moved, tensors, strict=True)
-    ]
+    return [part[: array.size].view(array.shape) for part, array in zip(moved, arrays, strict=True)]
