@@ -4,7 +4,7 @@
 With them vLLM's CUDA engine runs where another build of it is installed, beside a PyTorch for CUDA:
 its platform, worker, runners, sampler, graphs and Triton attention are its own. FlashAttention,
 FlashInfer and fused experts are not there. What these operations compute is tested in
-`tests/benchmarks/test_gpu_stand_ins.py`.
+`tests/benchmarks/test_gpu_engine.py`.
 """
 
 from __future__ import annotations
