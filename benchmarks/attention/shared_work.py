@@ -161,7 +161,7 @@ def planning_times(rounds: int) -> dict[str, float]:
         own = torch.arange(num_reqs, dtype=torch.int32)[:, None] + order.numel()
         rows = torch.cat([order.expand(num_reqs, -1), own], dim=1).contiguous()
         batcher = SpanBatcher(
-            BLOCK_SIZE, [LayerKind(rotation, LayerShape(9, 3, 64, torch.float32))]
+            BLOCK_SIZE, [LayerKind(rotation, LayerShape(9, 3, 64, torch.float32), 1536)]
         )
         slots = tuple(i * per_span * BLOCK_SIZE for i in range(num_spans))
         names = [f"{turn}/{r}" for r in range(num_reqs)]

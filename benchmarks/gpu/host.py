@@ -148,7 +148,7 @@ class _Engine:
         shape = LayerShape(32, 8, 128, torch.bfloat16)
         rotation = Rotation(torch.rand(64, dtype=torch.float64), is_neox=True)
         workspace = torch.empty(PARTIAL_BYTES // 4)
-        kinds = [LayerKind(rotation, shape)]
+        kinds = [LayerKind(rotation, shape, 4096)]
         self.batcher = SpanBatcher(_BLOCK, kinds, is_tiled=True, workspace=workspace)
         self.names = [str(r) for r in range(num_requests)]
         self.num_spans = num_spans

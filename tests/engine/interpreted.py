@@ -64,33 +64,13 @@ def pretend_triton_for_cpu() -> None:
     torch.set_num_threads(1)
 
 
-def store_latents_in_torch() -> None:
-    """Stand in for the kernel by which MLA stores rows on GPUs, and which vLLM has compiled."""
-    from vllm import _custom_ops
-
-    def concat_and_cache_mla(
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        scale: torch.Tensor,
-    ) -> None:
-        import torch
-
-        rows = (slot_mapping >= 0).nonzero()[:, 0]
-        blocks = kv_cache.flatten(0, 1)
-        blocks[slot_mapping[rows]] = torch.cat((kv_c, k_pe), -1)[rows]
-
-    _custom_ops.concat_and_cache_mla = concat_and_cache_mla
-
-
 def start(model_path: str, choices: dict[str, Any]) -> Any:
     """The engine, and its runner."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(choices["runner"] == "v2"))
     import vllm_choreo
 
     vllm_choreo.register()
+    from vllm import _custom_ops
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -98,6 +78,7 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
     from tests.engine.pictured import OPTIONS as PICTURE_OPTIONS
     from vllm_choreo.engine.plugin import configure_after
     from vllm_choreo.engine.worker.cpu_worker import ChoreoCPUWorker
+    from vllm_choreo.testing.latents import store_latents
 
     if choices["backend"]:
         path = f"vllm_choreo.engine.worker.gpu_backends.{choices['backend']}"
@@ -105,7 +86,8 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
             AttentionBackendEnum.CPU_ATTN: path,
             AttentionBackendEnum.CPU_MLA: path,
         }
-        store_latents_in_torch()
+        # The kernel by which MLA stores rows on GPUs, and which vLLM has compiled.
+        _custom_ops.concat_and_cache_mla = store_latents
     platform = type(current_platform)
     configure = platform.check_and_update_config
 

@@ -383,6 +383,9 @@ def test_host_memory_gives_back_the_very_bytes(subject: Subject) -> None:
 def test_a_block_takes_a_byte_for_a_number(subject: Subject) -> None:
     # 3 layers, keys and values, 2 heads of 32 numbers, 32 tokens.
     assert subject.c.stats()["block_bytes"] == 3 * 2 * 2 * 32 * 32
+    core = subject.llm.llm_engine.engine_core.engine_core
+    batcher = core.model_executor.driver_worker.worker.model_runner.batcher
+    assert {kind.token_bytes for kind in batcher.kinds} == {2 * 2 * 32}
 
 
 def test_snapshots_keep_bytes_dtype_and_scales(subject: Subject, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from vllm_choreo.ops.sharing import PARTIAL_BYTES
 SIZES = [1, 2, 4, 8]
 BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
-KIND = LayerKind(None, SHAPE)
+KIND = LayerKind(None, SHAPE, 512)
 
 
 @pytest.fixture
@@ -392,7 +392,7 @@ def _two_readers() -> dict[str, RequestSpans]:
 
 def test_planning_reads_nothing_back_from_the_device() -> None:
     """Tensors on the device "meta" have no contents: reading one back would raise."""
-    kinds = [LayerKind(ROTATION, SHAPE), LayerKind(ROTATION, SHAPE, group=1)]
+    kinds = [LayerKind(ROTATION, SHAPE, 512), LayerKind(ROTATION, SHAPE, 512, group=1)]
     batcher = SpanBatcher(16, kinds, device="meta")
     sent = {
         "a": ([4, 5, 6, 7, 8], [1, 2, 3, 10, 11]),
@@ -483,7 +483,7 @@ def test_warm_up_meets_tiles_of_every_size(
 ) -> None:
     pytest.importorskip("triton")
     shape = LayerShape(heads, kv_heads, 64, torch.bfloat16)
-    batcher = SpanBatcher(16, [LayerKind(None, shape)], is_tiled=True)
+    batcher = SpanBatcher(16, [LayerKind(None, shape, 256 * kv_heads)], is_tiled=True)
     seen: list[Any] = []
 
     def attend(query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor) -> None:

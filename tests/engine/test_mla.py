@@ -115,6 +115,13 @@ def _assert_plain(output: Any, oracle: Oracle) -> None:
             assert abs(float(row[token_id]) - entry.logprob) < TOLERANCE
 
 
+def test_a_token_is_one_row_of_a_layer(small: Any) -> None:
+    """Values are a part of it: it is read once."""
+    core = small.llm_engine.engine_core.engine_core
+    batcher = core.model_executor.driver_worker.worker.model_runner.batcher
+    assert {kind.token_bytes for kind in batcher.kinds} == {576 * 4}
+
+
 def test_rotary_embeddings_of_parts_of_rows_are_put_right(small: Any) -> None:
     """vLLM's operator for CPUs turns something else; once it does not, `cpu_rotary` can go."""
     from vllm.config import set_current_vllm_config

@@ -85,6 +85,7 @@ def _oracle_parents(call: dict[str, Any], encoded: dict[str, Any]) -> list[Paren
 def test_readers_in_one_batch_equal_the_oracle(
     model: str,
     groups: list[int],
+    monkeypatch: pytest.MonkeyPatch,
     engine_slot: Callable[..., Any],
     tiny_model_path: Callable[[str], Path],
     tiny_oracle: Callable[[str], Oracle],
@@ -96,7 +97,7 @@ def test_readers_in_one_batch_equal_the_oracle(
         encoded = {m.id: oracle.encode(m.token_ids) for m in messages}
         calls = _readers(rng, messages)
         groups.clear()
-        _batcher(llm).min_saved_bytes = 0
+        monkeypatch.setattr(_batcher(llm), "min_saved_bytes", 0)
         answers = c.decode(calls)
         assert len(groups) >= 6 and min(groups[:-1]) > 0  # every step of the batch read together
         for call, answer in zip(calls, answers, strict=True):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,17 +60,20 @@ def plan_tiles(
 
     # Together and split, together, alone and split, alone: that leaves no partial results at all,
     # but of spans that count by other weights.
-    for is_together in (True, False):
-        if is_together and reads is not None:
-            readers = Readers.of_reads(batch, reads)
-        else:
-            readers = Readers.alone(batch, reads)
+    for readers in _readers(batch, reads):
         tiles = cut_queries(batch, readers, group_heads, max_rows, window)
         for slots in (num_slots, None):
             items = _cut_items(tiles, slots)
             if max_partials is None or items.num_partials <= max_partials:
                 return _finish(batch, readers, tiles, items, group_heads, device)
     return _finish(batch, readers, tiles, items, group_heads, device)
+
+
+def _readers(batch: SpanBatch, reads: SharedReads | None) -> Iterator[Readers]:
+    """Readers of the batch: together as planned, then each for itself."""
+    if reads is not None:
+        yield Readers.of_reads(batch, reads)
+    yield Readers.alone(batch, reads)
 
 
 # -- items -----------------------------------------------------------------------------------------

@@ -20,16 +20,17 @@ def rows(job: Mapping[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
 
     from tools.gpu_dry_run.answers import differences
     from vllm_choreo.testing.laws import LAWS
-    from vllm_choreo.testing.models import tiny
+    from vllm_choreo.testing.models.tiny import TINY_MODELS, make_tiny_model
 
     model, dtype = job["model"], job["dtype"]
+    config = TINY_MODELS[model].config()
     if model.startswith("deepseek"):
-        tiny._MLA["first_k_dense_replace"] = tiny._MLA["num_hidden_layers"]
+        config.first_k_dense_replace = config.num_hidden_layers
         if job["stand_ins"]:
             from benchmarks.gpu.engine import stand_ins
 
             stand_ins.install_mla()
-    path = tiny.make_tiny_model(model, folder)
+    path = make_tiny_model(model, folder, config=config)
     llm = LLM(
         str(path),
         dtype=dtype,

@@ -85,7 +85,9 @@ def install_mla() -> None:
     from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
     from vllm.v1.attention.ops import merge_attn_states
 
-    _custom_ops.concat_and_cache_mla = _store_latents
+    from vllm_choreo.testing.latents import store_latents
+
+    _custom_ops.concat_and_cache_mla = store_latents
     _custom_ops.gather_and_maybe_dequant_cache = _gather_latents
     mla.merge_attn_states = merge_attn_states._merge_attn_states_torch
     type(current_platform).get_mla_prefill_backend_cls = classmethod(
@@ -201,20 +203,6 @@ class _Array:
             "typestr": name,
             "version": 3,
         }
-
-
-def _store_latents(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    scale: torch.Tensor,
-) -> None:
-    """Store latents at their slots; rows without one leave block 0, which is nobody's, as it is."""
-    rows = torch.cat((kv_c, k_pe.view(len(kv_c), -1)), -1)[: len(slot_mapping)]
-    cache, slots = kv_cache.view(-1, kv_cache.shape[-1]), slot_mapping.clamp(min=0)
-    cache.index_copy_(0, slots, torch.where((slot_mapping >= 0)[:, None], rows, cache[slots]))
 
 
 def _gather_latents(

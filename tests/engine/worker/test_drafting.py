@@ -9,7 +9,7 @@ from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.engine.worker.drafting import DrafterSpans
 from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
 
-_KIND = LayerKind(None, LayerShape(2, 1, 8, torch.float32))
+_KIND = LayerKind(None, LayerShape(2, 1, 8, torch.float32), 64)
 # Behind a parent of six tokens, in two blocks of four; its own begin at 8, and are seen at 20.
 _CALL = RequestSpans((0,), (6,), (0,), (3,), base=8, shift=12)
 

@@ -10,6 +10,7 @@ from vllm_choreo.ops import LayerAttention, Rotation, SpanBatch, SpanPlan, cpu, 
 
 SIZE = 16
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
+TOKEN_BYTES = 512
 ROTATION = Rotation(torch.tensor([1.0], dtype=torch.float64), is_neox=True)
 
 
@@ -42,7 +43,7 @@ def step(batcher: SpanBatcher, rows: dict[str, list[int]], seq_lens: list[int]):
 
 @pytest.fixture
 def batcher() -> SpanBatcher:
-    return SpanBatcher(SIZE, [LayerKind(ROTATION, SHAPE)])
+    return SpanBatcher(SIZE, [LayerKind(ROTATION, SHAPE, TOKEN_BYTES)])
 
 
 def test_ordinary_batches_are_left_alone(batcher):
@@ -129,9 +130,9 @@ def test_layers_of_two_groups_read_other_spans_in_one_step():
     """As after a repair of some layers: their keys lie in other blocks, one parent is left out."""
     rotation = Rotation(torch.rand(16, dtype=torch.float64), is_neox=True)
     kinds = [
-        LayerKind(rotation, SHAPE),
-        LayerKind(None, SHAPE),
-        LayerKind(rotation, SHAPE, group=7),
+        LayerKind(rotation, SHAPE, TOKEN_BYTES),
+        LayerKind(None, SHAPE, TOKEN_BYTES),
+        LayerKind(rotation, SHAPE, TOKEN_BYTES, group=7),
     ]
     repaired = RequestSpans((16,), (11,), (0,), (5,), base=48)
     spans = RequestSpans((0, 16), (9, 14), (0, 0), (2, 3), base=48, other_groups={7: repaired})
@@ -171,7 +172,7 @@ def test_what_a_plan_was_made_of_may_change_after():
     if cpu.unavailable_reason() is not None:
         pytest.skip("the C++ kernels are not built")
     table = ints([[3, 5, 8, 9], [4, 11, 0, 0]])
-    batcher = SpanBatcher(16, [LayerKind(None, SHAPE)])
+    batcher = SpanBatcher(16, [LayerKind(None, SHAPE, TOKEN_BYTES)])
     batcher.update({"a": RequestSpans((0,), (20,), (0,), (0,), base=32)}, [])
     (plan,) = batcher.batch(StepBatch(["a", "b"], ints([0, 1, 2]), ints([33, 2]), table))
     before = attend(plan, None)

@@ -233,7 +233,9 @@ class ChoreoModelRunner:
             name, layer = positions.layer, layers[positions.layer]
             heads = layer.num_heads, layer.num_kv_heads, layer.head_size
             shape = LayerShape(*heads, dtype, layer.sliding_window)
-            kinds[name] = LayerKind(positions.rotation, shape, self.groups[name])
+            spec = layer.get_kv_cache_spec(self.vllm_config)
+            token_bytes = spec.real_page_size_bytes // spec.block_size
+            kinds[name] = LayerKind(positions.rotation, shape, token_bytes, self.groups[name])
         return kinds
 
     def _make_batcher(self, kinds: Mapping[str, LayerKind], is_tiled: bool) -> SpanBatcher:

@@ -57,11 +57,13 @@ class LayerKind(NamedTuple):
     Attributes:
         rotation: rotary embedding of the layer; None: it has none.
         shape: heads, dtype and window of the layer.
+        token_bytes: keys and values of a token, as the layer caches them.
         group: layers of a group read the same spans, see `RequestSpans.of_group`.
     """
 
     rotation: Rotation | None
     shape: LayerShape
+    token_bytes: int
     group: int = 0
 
 
@@ -253,10 +255,7 @@ class _GroupBatcher:
             PARTIAL_BYTES // partial_row_bytes(shape.num_heads, shape.head_size)
             for shape in self._shapes
         )
-        self._token_bytes = max(
-            2 * shape.num_kv_heads * shape.head_size * shape.dtype.itemsize
-            for shape in self._shapes
-        )
+        self._token_bytes = max(kind.token_bytes for kind in self._kinds.values())
         self._columns: dict[str, torch.Tensor] = {}
         self._reweighting: Reweighting | None = None
         self._own: np.ndarray = np.empty(0, dtype=np.int64)

@@ -53,11 +53,11 @@ def _kind(batcher: SpanBatcher, layer: Attention) -> LayerKind:
 
 def _compiled_for(batcher: SpanBatcher, layer: Attention) -> tuple[object, ...]:
     """Properties of a layer for which kernels are compiled."""
-    rotation, shape, _ = _kind(batcher, layer)
+    rotation, shape, token_bytes, _ = _kind(batcher, layer)
     turns = rotation and (rotation.rotary_dim, rotation.is_neox)
     attention = layer.impl.attention
     has_floats = (attention.alibi_slopes is not None, attention.sinks is not None)
-    return shape, turns, bool(attention.softcap), has_floats
+    return shape, token_bytes, turns, bool(attention.softcap), has_floats
 
 
 def _start_batch(batcher: SpanBatcher, group_heads: int, block_table: torch.Tensor) -> int:
