@@ -57,7 +57,7 @@ class LayerKind(NamedTuple):
     Attributes:
         rotation: rotary embedding of the layer; None: it has none.
         shape: heads, dtype and window of the layer.
-        token_bytes: keys and values of a token, as the layer caches them.
+        token_bytes: bytes of a token's keys and values, as the layer caches them.
         group: layers of a group read the same spans, see `RequestSpans.of_group`.
     """
 

@@ -57,6 +57,7 @@ def _compiled_for(batcher: SpanBatcher, layer: Attention) -> tuple[object, ...]:
     turns = rotation and (rotation.rotary_dim, rotation.is_neox)
     attention = layer.impl.attention
     has_floats = (attention.alibi_slopes is not None, attention.sinks is not None)
+    # Of layers alike, some may cache 8 bits: `token_bytes` tells them apart.
     return shape, token_bytes, turns, bool(attention.softcap), has_floats
 
 
