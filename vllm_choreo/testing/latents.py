@@ -17,10 +17,11 @@ def store_latents(
     """Store latents at their slots, as vLLM's `concat_and_cache_mla` does, in the cache's dtype.
 
     Args:
-        kv_c: latents, `[num_tokens, kv_lora_rank]`; k_pe: rotated keys, `[num_tokens, (1,) rotary_dim]`.
+        kv_c: latents, `[num_tokens, kv_lora_rank]`.
+        k_pe: rotated keys, `[num_tokens, rotary_dim]` or `[num_tokens, 1, rotary_dim]`.
         kv_cache: `[num_blocks, block_size, kv_lora_rank + rotary_dim]`, written.
-        slot_mapping: int64 `[num_stored]`, slots of the first tokens; below 0: not stored. Such rows
-            leave slot 0, which is nobody's, as it is, so that nothing waits for the device.
+        slot_mapping: int64 `[num_stored]`, slots of the first tokens; below 0: not stored. Such
+            rows leave slot 0, which is nobody's, as it is, so that nothing waits for the device.
         kv_cache_dtype, scale: not used, for nothing is quantized.
     """
     rows = torch.cat((kv_c, k_pe.view(len(kv_c), -1)), -1)[: len(slot_mapping)]
