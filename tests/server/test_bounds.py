@@ -17,9 +17,9 @@ from tests.server.test_routes import GREEDY, error_of
 from vllm_choreo.testing.server import KEYS, MODEL_NAME, Server
 
 _NUM_SAMPLES = 100
-# A sample that took no longer is none that waited for somebody's body: without bounds, those below
-# take seconds to minutes each. Other processes share the cores of this test.
-_FLOOR_SECONDS = 0.5
+# What the server may work, for anybody, while one request waits: Python's threads take turns of
+# milliseconds, and without bounds the bodies below take seconds to minutes each.
+_MAX_SECONDS_WORKED = 1.0
 
 
 def _pieces(count: int, more: str = "") -> str:
@@ -120,31 +120,34 @@ def _sending(send: Callable[[], Any], num_senders: int) -> Iterator[Callable[[],
             thread.join()
 
 
-def _p99(session: Session) -> float:
-    """Of what an innocent tenant waits for: a route that does nothing, a call of a few words."""
-    taken = []
+def _work_during_requests(session: Session, server: Server) -> list[float]:
+    """What the server worked, in seconds of a processor, while each of some requests waited.
+
+    A clock would tell how busy the machine is, too. They are for a route that does nothing; between
+    them are calls of a few words, for which the engine's steps are waited for.
+    """
+    worked = []
     for _ in range(_NUM_SAMPLES):
-        start = time.perf_counter()
+        start = cpu_seconds(server)
         assert session.client.get("/v1/models").status_code == 200
+        worked.append(cpu_seconds(server) - start)
         session.call(type="prefill", content="a few words")
-        taken.append(time.perf_counter() - start)
-    return sorted(taken)[-2]
+    return worked
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_tenant_that_sends_much_work_is_not_felt_by_others(
-    attacker: Session, beta: httpx.Client, attack: str
+    attacker: Session, beta: httpx.Client, server: Server, attack: str
 ) -> None:
     innocent = Session(beta)
-    idle = _p99(innocent)
     with _sending(lambda: _send(attacker, attack), 3) as num_answered:
         while not num_answered():
             time.sleep(0.01)  # the first of each kind reads what is imported when it is needed
-        busy = _p99(innocent)
+        worked = _work_during_requests(innocent, server)
     beta.delete(innocent.path)
     assert num_answered() > 1
-    assert busy <= max(2 * idle, _FLOOR_SECONDS), f"{busy:.3f} s, idle {idle:.3f} s"
+    assert sorted(worked)[-2] <= _MAX_SECONDS_WORKED, worked
 
 
 @pytest.mark.parametrize("attack", [name for name, (*_, text) in ATTACKS.items() if text])
