@@ -38,14 +38,23 @@ class Angles:
         wanted = deltas.numpy()
         if len(wanted) > _MOST:
             return to_device(self._rotation.cos_sin(deltas), self._device)
-        new = np.setdiff1d(wanted, self._deltas)
-        if len(self._deltas) + len(new) > _MOST:
-            self._deltas, self._rows = self._deltas[:0], self._rows[:0]
-            new = np.unique(wanted)
-        if len(new):
+        at, is_known = self._look_up(wanted)
+        if not is_known.all():
+            new = np.unique(wanted[~is_known])
+            if len(self._deltas) + len(new) > _MOST:
+                self._deltas, self._rows = self._deltas[:0], self._rows[:0]
+                new = np.unique(wanted)
             self._add(new)
-        rows = self._rows[np.searchsorted(self._deltas, wanted)]
-        return self._table.index_select(0, to_device(torch.from_numpy(rows), self._device))
+            at, _ = self._look_up(wanted)
+        return self._table.index_select(
+            0, to_device(torch.from_numpy(self._rows[at]), self._device)
+        )
+
+    def _look_up(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places among the distances that are kept, and whether these are the wanted ones."""
+        at = np.asarray(np.searchsorted(self._deltas, wanted))
+        is_known = np.append(self._deltas, 0)[at] == wanted
+        return at, is_known & (at < len(self._deltas))
 
     def _add(self, deltas: np.ndarray) -> None:
         rows = np.arange(len(self._rows), len(self._rows) + len(deltas))

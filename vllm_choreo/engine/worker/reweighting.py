@@ -16,13 +16,13 @@ def reweighting_of(requests: Sequence[RequestSpans], device: torch.device) -> Re
     """Weights by which requests attend; None: all spans count alike.
 
     Args:
-        requests: spans of each request, its own span last.
+        requests: spans of each request; its own span, which is not among them, comes last.
     """
     if not any(request.weights for request in requests):
         return None
     is_chosen: list[int] = []
     for request in requests:
-        parents = request.parent or range(len(request.first_slot) - 1)
+        parents = request.parent or range(len(request.first_slot))
         is_chosen += [int(request.weights is not None and j > 0) for j in parents]
         is_chosen.append(0)
     weights = torch.tensor([request.weights or (1.0, 1.0) for request in requests])

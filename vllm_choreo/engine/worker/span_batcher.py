@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from operator import is_not
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ from vllm_choreo.ops import (
     SpanPlan,
     plan_shared_reads,
 )
+from vllm_choreo.ops.ragged import bounds_of
 from vllm_choreo.ops.sharing import (
     MIN_SAVED_BYTES,
     PARTIAL_BYTES,
@@ -39,6 +39,9 @@ from vllm_choreo.ops.sharing import (
 from vllm_choreo.ops.tiles import MIN_SPLIT_TOKENS, Tiles
 
 _ORDINARY = RequestSpans((), (), (), (), 0)
+_COLUMNS = ("first_slot", "num_tokens", "stored_position", "position_delta")
+_NO_BLOCKS = int32(())
+_NO_SPANS: np.ndarray = np.empty((len(_COLUMNS), 0), dtype=np.int32)
 
 
 class LayerShape(NamedTuple):
@@ -133,7 +136,7 @@ class SpanBatcher:
         self.running: Sequence[SpanPlan] | None = None
         self.watch: AttentionWatch | None = None
         self._requests: dict[str, RequestSpans] = {}
-        self._block_ids: dict[str, Sequence[Sequence[int]]] = {}
+        self._block_ids: dict[str, Sequence[torch.Tensor]] = {}  # by KV cache group
         self._laid_out: list[RequestSpans] = []
         self._reads_spans = False  # those that are laid out
         self._groups = [
@@ -159,7 +162,9 @@ class SpanBatcher:
             self._requests.pop(request_id, None)
             self._block_ids.pop(request_id, None)
         self._requests.update(started)
-        self._block_ids.update({r: ids for r, ids in (block_ids or {}).items() if r in started})
+        for request_id, groups in (block_ids or {}).items():
+            if request_id in started:
+                self._block_ids[request_id] = tuple(map(int32, groups))
 
     def reads_spans(self, request_ids: Iterable[str]) -> bool:
         """Return whether a request reads more than its own tokens, or has them elsewhere."""
@@ -229,9 +234,23 @@ class SpanBatcher:
 
         Later blocks of requests hold own tokens only, which planning does not look up.
         """
-        sent = [self._block_ids.get(request_id, ((),)) for request_id in request_ids]
-        rows = [int32(of_request[group if len(of_request) > 1 else 0]) for of_request in sent]
+        sent = [self._block_ids.get(request_id, (_NO_BLOCKS,)) for request_id in request_ids]
+        rows = [groups[group if len(groups) > 1 else 0] for groups in sent]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class _Columns(NamedTuple):
+    """Spans of a request, and an int32 array of them, `[4, num_spans + 1]`: `_COLUMNS`."""
+
+    spans: RequestSpans
+    columns: np.ndarray
+
+    @classmethod
+    def of(cls, spans: RequestSpans) -> _Columns:
+        """Columns of parents, and of the own span behind them, which has no tokens yet."""
+        own = (spans.base, 0, spans.base + spans.shift, 0)
+        rows = [(*getattr(spans, name), last) for name, last in zip(_COLUMNS, own, strict=True)]
+        return cls(spans, np.array(rows, dtype=np.int32))
 
 
 class _GroupBatcher:
@@ -256,6 +275,7 @@ class _GroupBatcher:
             for shape in self._shapes
         )
         self._token_bytes = max(kind.token_bytes for kind in self._kinds.values())
+        self._known: dict[int, _Columns] = {}  # of what is laid out, by the spans' `id`
         self._columns: dict[str, torch.Tensor] = {}
         self._reweighting: Reweighting | None = None
         self._own: np.ndarray = np.empty(0, dtype=np.int64)
@@ -275,26 +295,19 @@ class _GroupBatcher:
 
     def lay_out(self, requests: Sequence[RequestSpans]) -> None:
         """Flatten the spans; each request's own span comes last and is not rotated."""
-        with_own = [
-            dataclasses.replace(
-                spans,
-                first_slot=(*spans.first_slot, spans.base),
-                num_tokens=(*spans.num_tokens, 0),
-                stored_position=(*spans.stored_position, spans.base + spans.shift),
-                position_delta=(*spans.position_delta, 0),
-            )
-            for spans in (request.of_group(self.group) for request in requests)
-        ]
-        ends = list(accumulate(len(request.first_slot) for request in with_own))
-        self._columns = {
-            name: int32([x for request in with_own for x in getattr(request, name)])
-            for name in ("first_slot", "num_tokens", "stored_position", "position_delta")
-        }
-        self._columns["span_start_loc"] = int32([0, *ends])
-        self._own = np.array(ends, dtype=np.int64) - 1
+        of_group = [request.of_group(self.group) for request in requests]
+        known, self._known = self._known, {}
+        for spans in of_group:
+            self._known[id(spans)] = known.get(id(spans)) or _Columns.of(spans)
+        columns = [self._known[id(spans)].columns for spans in of_group]
+        flat = torch.from_numpy(np.concatenate([_NO_SPANS, *columns], axis=1))
+        starts = bounds_of(np.array([one.shape[1] for one in columns], dtype=np.int64))
+        self._columns = dict(zip(_COLUMNS, flat, strict=True))
+        self._columns["span_start_loc"] = torch.from_numpy(starts.astype(np.int32))
+        self._own = starts[1:] - 1
         self._reads_queries = None
-        self._reweighting = reweighting_of(with_own, self.device)
-        self._bases = int32([request.base for request in with_own])
+        self._reweighting = reweighting_of(of_group, self.device)
+        self._bases = int32([spans.base for spans in of_group])
         self._device_bases = to_device(self._bases, self.device)
         deltas = self._columns["position_delta"]
         self._cos_sin = {
