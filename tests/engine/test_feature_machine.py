@@ -62,14 +62,14 @@ def _run_seeds(machine: Machine, seeds: range) -> None:
             raise AssertionError(text) from error
 
 
-@pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
+@pytest.mark.parametrize("seeds", sampled(_SEEDS, 1, 2), ids=str)
 @pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name in _QUICK])
 def test_programs(machine_of: MachineOf, name: str, seeds: range) -> None:
     _run_seeds(machine_of(name), seeds)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seeds", _SEEDS, ids=str)
+@pytest.mark.parametrize("seeds", sampled(_SEEDS, 2, 2), ids=str)
 @pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in _QUICK])
 def test_programs_on_all_engines(machine_of: MachineOf, name: str, seeds: range) -> None:
     _run_seeds(machine_of(name), seeds)

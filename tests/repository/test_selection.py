@@ -30,6 +30,10 @@ _OTHERS = """
 def test_grid(n):
     pass
 
+@pytest.mark.nightly
+def test_more():
+    pass
+
 @pytest.mark.xfail(strict=True)
 def test_expected_to_fail():
     assert False
@@ -41,7 +45,8 @@ def _run(folder: Path, modules: dict[str, str], *options: str) -> str:
     """What pytest says of made modules, on one line."""
     for name, text in modules.items():
         (folder / f"test_{name}.py").write_text(f"import pytest\n{text}")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    exhaustive\n")
+    markers = "\n    ".join(("gpu", "exhaustive", "nightly"))
+    (folder / "pytest.ini").write_text(f"[pytest]\nmarkers =\n    {markers}\n")
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.selection", "-q", "-rfE", *options],
@@ -57,10 +62,10 @@ def _run(folder: Path, modules: dict[str, str], *options: str) -> str:
 def test_a_skip_fails_where_none_is_allowed(tmp_path: Path) -> None:
     modules = {**_MODULES, "others": _OTHERS}
     allowed = _run(tmp_path, modules)
-    assert "4 skipped, 3 deselected, 1 xfailed" in allowed and "status 0" in allowed
+    assert "4 skipped, 4 deselected, 1 xfailed" in allowed and "status 0" in allowed
     # An error at collection ends the run before any test; hence without that module for the rest.
     refused = _run(tmp_path, modules, "--no-skips", "--ignore=test_module.py")
-    assert "3 deselected, 1 xfailed" in refused and "status 1" in refused
+    assert "4 deselected, 1 xfailed" in refused and "status 1" in refused
     assert "1 failed" in refused and "2 errors" in refused
     assert refused.count("--no-skips: Skipped: no Chromium") >= 3
     module = _run(tmp_path, modules, "--no-skips", "test_module.py")
@@ -70,8 +75,14 @@ def test_a_skip_fails_where_none_is_allowed(tmp_path: Path) -> None:
 def test_grids_run_when_all_tests_are_asked_for_and_a_missing_gpu_may_skip(tmp_path: Path) -> None:
     done = _run(tmp_path, {"others": _OTHERS, "gpu": _GPU}, "--all", "--no-skips")
     has_gpu = torch.cuda.is_available()
-    assert ("4 passed, 1 xfailed" if has_gpu else "3 passed, 1 skipped, 1 xfailed") in done
-    assert "status 0" in done
+    gpu = "4 passed" if has_gpu else "3 passed, 1 skipped"
+    assert f"{gpu}, 1 deselected, 1 xfailed" in done and "status 0" in done
+
+
+@pytest.mark.exhaustive
+def test_what_is_for_the_night_runs_when_it_is_asked_for(tmp_path: Path) -> None:
+    done = _run(tmp_path, {"others": _OTHERS}, "--nightly")
+    assert "4 passed, 1 xfailed" in done and "status 0" in done
 
 
 @pytest.mark.exhaustive

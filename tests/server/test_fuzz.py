@@ -112,6 +112,7 @@ OPERATIONS = [
     ("POST", "/v1/choreo/schemas/{name}/prefetch"),
     ("POST", "/v1/choreo/prompts"),
     *(("POST", f"{SESSION}/{name}") for name in ("save", "load")),
+    ("GET", "/v1/choreo/fleet"),
     ("GET", "/v1/choreo/kept"),
     ("DELETE", "/v1/choreo/kept/{name}"),
 ]
