@@ -106,6 +106,20 @@ def test_what_is_too_long_to_be_read_is_saved_as_a_recipe(machine_of: MachineOf)
     )
 
 
+@pytest.mark.exhaustive
+def test_what_was_evicted_with_its_state_is_saved_as_a_recipe(machine_of: MachineOf) -> None:
+    """So it is encoded here, and exact, whoever has written the folder."""
+    run(
+        machine_of("composed ahead"),
+        Call("c", "doc", (9, 1)),
+        Settle(),
+        Reset(),
+        Save("c", "x", ("doc",)),
+        Load("c", "x", suffix="2", is_foreign=True),
+        Call("c", "answer", (8, 1), reads=(Read("doc2"),)),
+    )
+
+
 def test_a_copy_is_saved_before_what_it_is_a_copy_of(machine_of: MachineOf) -> None:
     run(
         machine_of("hidden"),

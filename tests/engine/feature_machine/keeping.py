@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,8 +73,8 @@ class Keepings:
         self._vllm_config = vllm_config
         self._root = root
         self._under_way: list[_Keeping] = []
-        # By key: whose they are, messages, and whether with keys and values.
-        self._kept: dict[str, tuple[str, dict[str, Made], bool]] = {}
+        # By key: whose they are, messages, and which of them with keys and values.
+        self._kept: dict[str, tuple[str, dict[str, Made], set[str]]] = {}
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -90,7 +90,8 @@ class Keepings:
 
         def done(result: Any) -> None:
             if not isinstance(result, BaseException):
-                self._kept[save.key] = TENANTS[save.session], chosen, save.encodings
+                has_data = self._check_data(save, chosen)
+                self._kept[save.key] = TENANTS[save.session], chosen, has_data
                 return
             gone = any(made.freed for made in chosen.values())
             may = {"PoolFullError"} | ({"UnknownMessageError"} if gone else set())
@@ -105,6 +106,23 @@ class Keepings:
         self._begin(_Keeping(steps, save.session, save.key, done), save.asks)
         return True
 
+    def _check_data(self, save: Save, chosen: Mapping[str, Made]) -> set[str]:
+        """Names of the messages that were saved with their keys and values.
+
+        With states, what was evicted is saved as a recipe; without, what no call could read.
+        """
+        from vllm_choreo.snapshot.manifest import read_manifest
+
+        kept = read_manifest(self._folder(save.key))
+        encodings = [kept["encodings"][message["encoding"]] for message in kept["messages"]]
+        found = {name for name, one in zip(chosen, encodings, strict=True) if one["data"]}
+        may_lack = not save.encodings or self._vllm_config.model_config.is_hybrid
+        most = self._ledger.limits.max_model_len // 2
+        lacking = {n for n, m in chosen.items() if m.most_tokens < most} - found
+        if (lacking and not may_lack) or (found and not save.encodings):
+            raise Broken("keys and values are not saved as they shall be", (save, lacking, found))
+        return found
+
     def load(self, load: Load) -> bool:
         """Begin with a load; returns whether nobody else is busy there."""
         from vllm_choreo.snapshot.loading import loading
@@ -112,11 +130,11 @@ class Keepings:
         if self._is_taken(load.key):
             return False
         session, num_closed = load.session, self._host.num_closed(load.session)
-        tenant, kept, has_data = self._kept.get(load.key, ("", {}, False))
+        tenant, kept, has_data = self._kept.get(load.key, ("", {}, set()))
         may = set() if kept and tenant == TENANTS[session] else {"KeptError", "UnknownKeptError"}
         sources = {} if may else {f"{name}{load.suffix}": made for name, made in kept.items()}
-        options = {"has_data": has_data, "is_foreign": load.is_foreign}
-        loaded = self._ledger.load(sources, session, **options)
+        given = {f"{name}{load.suffix}" for name in has_data}
+        loaded = self._ledger.load(sources, session, given, is_foreign=load.is_foreign)
         must: set[str] = set()
 
         def check_open() -> None:

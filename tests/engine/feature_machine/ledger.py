@@ -8,7 +8,7 @@ one, if there are any, and those that it *may* get besides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -182,12 +182,12 @@ class Ledger:
         return made
 
     def load(
-        self, sources: Mapping[str, Made], session: str, *, has_data: bool, is_foreign: bool
+        self, sources: Mapping[str, Made], session: str, given: Set[str], *, is_foreign: bool
     ) -> list[Made]:
         """Messages that were saved come as new ones, of these names; they have none yet.
 
         Args:
-            has_data: with keys and values.
+            given: names of those that come with keys and values.
             is_foreign: from somebody who is not trusted.
         """
         ids = {made.id: f"{session}/{name}" for name, made in sources.items()}
@@ -197,7 +197,8 @@ class Ledger:
             made = Made(call, ids[source.id], source.header)
             made.source, made.siblings, made.state = source, siblings, "loading"
             made.tokens, made.parents = source.tokens, source.parents
-            made.has_data, made.is_given = has_data, has_data and is_foreign
+            made.has_data = name in given
+            made.is_given = made.has_data and is_foreign
             made.history = frozenset(ids.get(one, one) for one in source.history)
             made.text_history = frozenset(ids.get(one, one) for one in source.text_history)
             siblings[source] = made
