@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.harness.stats import median, percentile
-from benchmarks.harness.tables import Cell, Rows, Table, Values, interval, of
+from benchmarks.harness.tables import Cell, Rows, Table, Values, interval, middle, of, spread
 from benchmarks.variants.load import ANSWER_TOKENS, OWN
+
+LOADING = "variants_loading"
 
 
 def rates_met(rows: Rows) -> list[float]:
@@ -77,7 +79,30 @@ def _per_second(rows: Rows) -> str:
     return f"{median([len(loads) / loads[0] for loads in passes.values()]):.2f}"
 
 
+def _loading_share(rows: Rows) -> list[float]:
+    """Percent of loading, in loading and encoding layers anew."""
+    pairs = zip(of("load_s")(rows), of("layers_s")(rows), strict=True)
+    return [100 * load / (load + layers) for load, layers in pairs]
+
+
+def _text_over_both(rows: Rows) -> list[float]:
+    times = zip(*(of(name)(rows) for name in ("text_s", "load_s", "layers_s")), strict=True)
+    return [text / (load + layers) for text, load, layers in times]
+
+
 TABLES = {
+    LOADING: Table(
+        LOADING,
+        {"tokens": "tokens"},
+        {
+            "megabytes": middle(of("megabytes"), ".1f"),
+            "as text, ms": spread(of("text_s", 1e3), ",.0f"),
+            "load, ms": spread(of("load_s", 1e3), ",.0f"),
+            "then the call, ms": spread(of("layers_s", 1e3), ",.0f"),
+            "text / both": spread(_text_over_both, ".2f"),
+            "loading, %": spread(_loading_share, ".0f"),
+        },
+    ),
     "variants": Table("variants", {"side": "side"}, _columns),
     "variants_load": Table(
         "variants",
