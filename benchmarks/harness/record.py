@@ -18,7 +18,8 @@ RESULTS = BENCHMARKS / "results"
 RESULTS_PAGE = BENCHMARKS / "RESULTS.md"
 # All pages whose tables are made of the CSV files.
 _DOCS = BENCHMARKS.parent / "docs"
-PAGES = (RESULTS_PAGE, *(_DOCS / name for name in ("papers.md", "fleet.md", "models.md", "gpu.md")))
+_NAMES = ("papers", "fleet", "models", "gpu", "on-ramps", "variants")
+PAGES = (RESULTS_PAGE, *(_DOCS / f"{name}.md" for name in _NAMES))
 
 
 def machine() -> dict[str, Any]:
