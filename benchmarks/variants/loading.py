@@ -32,16 +32,17 @@ _SIDES = ("text", "loaded")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[500, 1000, 2000, 3500])
-    parser.add_argument("--layers", default="[7, 18]", help="first, and the one behind the last")
+    parser.add_argument(
+        "--layers", type=json.loads, default=[7, 18], help="first, and the one behind the last"
+    )
     parser.add_argument("--turns", type=int, default=5, help="of each length, after a first one")
     args = parser.parse_args()
-    layers = json.loads(args.layers)
     memory = {"choreo": {"hidden_memory_gib": 2.0}}
     llm = start_choreo_engine(4, max_num_batched_tokens=2048, additional_config=memory)
     rows = []
     for turn in range(args.turns + 1):
         for num_tokens in args.tokens:
-            row = _turn(llm, num_tokens, layers, turn)
+            row = _turn(llm, num_tokens, args.layers, turn)
             if turn:  # what is done once only shall not be timed
                 rows.append(row)
                 print(row, flush=True)
@@ -51,10 +52,10 @@ def main() -> int:
 
 
 def _turn(llm: Any, num_tokens: int, layers: list[int], turn: int) -> dict[str, Any]:
-    """A row: seconds of both sides, which take turns; their answers are compared before."""
+    """A row: seconds of both sides, which take turns; what is loaded answers as what was saved."""
     from vllm_choreo import Choreography
 
-    # No two documents are alike.
+    # None is the beginning of another: no two of these starts are equal.
     document = draw_tokens((turn * 8 + 1) * num_tokens, num_tokens)
     row: dict[str, Any] = {"tokens": num_tokens, "layers": json.dumps(layers), "turn": turn}
     with tempfile.TemporaryDirectory() as folder:

@@ -90,7 +90,7 @@ class Keepings:
 
         def done(result: Any) -> None:
             if not isinstance(result, BaseException):
-                has_data = self._check_data(save, chosen)
+                has_data = self._names_with_data(save, chosen)
                 self._kept[save.key] = TENANTS[save.session], chosen, has_data
                 return
             gone = any(made.freed for made in chosen.values())
@@ -106,7 +106,7 @@ class Keepings:
         self._begin(_Keeping(steps, save.session, save.key, done), save.asks)
         return True
 
-    def _check_data(self, save: Save, chosen: Mapping[str, Made]) -> set[str]:
+    def _names_with_data(self, save: Save, chosen: Mapping[str, Made]) -> set[str]:
         """Names of the messages that were saved with their keys and values.
 
         With states, what was evicted is saved as a recipe; without, what no call could read.

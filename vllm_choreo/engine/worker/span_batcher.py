@@ -240,7 +240,10 @@ class SpanBatcher:
 
 
 class _Columns(NamedTuple):
-    """Spans of a request, and an int32 array of them, `[4, num_spans + 1]`: `_COLUMNS`."""
+    """Spans of a request, and an int32 array of them, `[4, num_spans + 1]`: `_COLUMNS`.
+
+    It holds the spans, so that no others come to have their `id`.
+    """
 
     spans: RequestSpans
     columns: np.ndarray
