@@ -170,7 +170,9 @@ def test_hostile_text_is_text(page: Page) -> None:
     page.wait("document.getElementById('error').innerText.includes('save_as')")
     page.type("#message-name", "bold")
     page.click("#message-form button")
-    page.wait("document.querySelectorAll('#messages > li').length === 1")
+    # It is listed before that: until then no call can be sent.
+    page.wait("document.getElementById('status').innerText === 'bold is encoded.'")
+    assert page.evaluate("document.querySelectorAll('#messages > li').length") == 1
     page.click("#messages button")
     page.type("#header", hostile)
     page.type("#max-tokens", "8")
