@@ -51,6 +51,79 @@ class _Keeping:
     waits_for: Made | None = None
 
 
+class _ExpectedLoad:
+    """What a load may come to, and what it asks of its session on the way.
+
+    Args:
+        is_found: whether the tenant has saved messages there.
+        loaded: what its messages will be.
+    """
+
+    def __init__(
+        self, load: Load, is_found: bool, loaded: Sequence[Made], host: Host, ledger: Ledger
+    ) -> None:
+        self._load = load
+        self._loaded = loaded
+        self._host = host
+        self._ledger = ledger
+        self._num_closed = host.num_closed(load.session)
+        self._may = set() if is_found else {"KeptError", "UnknownKeptError"}
+        self._must: set[str] = set()
+
+    def names_of(self, _: str, ids: Sequence[str]) -> dict[str, str]:
+        session, suffix = self._load.session, self._load.suffix
+        return {one: f"{session}/{one.partition('/')[2]}{suffix}" for one in ids}
+
+    def admit(self, _: Sequence[Any]) -> None:
+        self.check_open()
+        if self._is_name_taken():
+            self._must.add("NameTakenError")
+
+    def check_open(self) -> None:
+        if self._is_closed():
+            raise ChoreoError("the session was closed", parameter="session")
+
+    def entered(self) -> None:
+        for made in self._loaded:
+            made.state = "made"
+            self._ledger.enter(made)
+
+    def done(self, result: Any) -> None:
+        """Check a result or an error."""
+        error = type(result).__name__ if isinstance(result, BaseException) else None
+        must = self._must | self._foreign_errors()
+        if error is None and (must or not self._loaded):
+            raise Broken("a load is not refused", self._load)
+        if error is not None and error not in must | self._may | self._later_errors():
+            raise result
+
+    def _foreign_errors(self) -> set[str]:
+        """How pictures that another engine saved must be refused."""
+        shows = self._load.is_foreign and self._ledger.shows_pictures(self._loaded)
+        return {"KeptError"} if shows else set()
+
+    def _later_errors(self) -> set[str]:
+        """How it may be refused for what others did while it was under way."""
+        errors = set()
+        if self._is_closed():
+            errors.add("ChoreoError")
+        if self._ledger.may_fill_hidden_memory() or self._ledger.may_fill_picture_memory():
+            errors.add("LimitError")
+        if self._load.is_foreign and self._ledger.shows_pictures(self._ledger.made):
+            errors.add("KeptError")  # a copy that was saved with them may need some
+        if self._is_name_taken():  # by a call that came since
+            errors.add("NameTakenError")
+        return errors
+
+    def _is_closed(self) -> bool:
+        return self._host.num_closed(self._load.session) != self._num_closed
+
+    def _is_name_taken(self) -> bool:
+        names = [made.call.name for made in self._loaded]
+        existing = [self._ledger.find(self._load.session, name) for name in names]
+        return any(made and made.state != "failed" for made in existing)
+
+
 class Keepings:
     """The saves and loads of one program, and the folders that it has saved.
 
@@ -129,64 +202,24 @@ class Keepings:
 
         if self._is_taken(load.key):
             return False
-        session, num_closed = load.session, self._host.num_closed(load.session)
         tenant, kept, has_data = self._kept.get(load.key, ("", {}, set()))
-        may = set() if kept and tenant == TENANTS[session] else {"KeptError", "UnknownKeptError"}
-        sources = {} if may else {f"{name}{load.suffix}": made for name, made in kept.items()}
+        is_found = bool(kept) and tenant == TENANTS[load.session]
+        sources = {f"{name}{load.suffix}": made for name, made in kept.items() if is_found}
         given = {f"{name}{load.suffix}" for name in has_data}
-        loaded = self._ledger.load(sources, session, given, is_foreign=load.is_foreign)
-        must: set[str] = set()
-
-        def check_open() -> None:
-            if self._host.num_closed(session) != num_closed:
-                raise ChoreoError("the session was closed", parameter="session")
-
-        def is_taken() -> bool:
-            existing = [self._ledger.find(session, made.call.name) for made in loaded]
-            return any(made and made.state != "failed" for made in existing)
-
-        def admit(_: Sequence[Any]) -> None:
-            check_open()
-            if is_taken():
-                must.add("NameTakenError")
-
-        def names_of(_: str, ids: Sequence[str]) -> dict[str, str]:
-            return {one: f"{session}/{one.partition('/')[2]}{load.suffix}" for one in ids}
-
-        def entered() -> None:
-            for made in loaded:
-                made.state = "made"
-                self._ledger.enter(made)
-
-        def done(result: Any) -> None:
-            error = type(result).__name__ if isinstance(result, BaseException) else None
-            if self._host.num_closed(session) != num_closed:
-                may.add("ChoreoError")
-            if self._ledger.may_fill_hidden_memory() or self._ledger.may_fill_picture_memory():
-                may.add("LimitError")
-            if load.is_foreign and self._ledger.shows_pictures(self._ledger.made):
-                may.add("KeptError")  # a copy that was saved with them may need some
-            if load.is_foreign and self._ledger.shows_pictures(loaded):
-                must.add("KeptError")
-            if is_taken():  # by a call that came while this was under way
-                may.add("NameTakenError")
-            if error is None and (must or not loaded):
-                raise Broken("a load is not refused", load)
-            if error is not None and error not in must | may:
-                raise result
-
-        folder = self._folder(load.key, is_foreign=load.is_foreign)
+        loaded = self._ledger.load(sources, load.session, given, is_foreign=load.is_foreign)
+        expected = _ExpectedLoad(load, is_found, loaded, self._host, self._ledger)
         steps = loading(
-            folder,
-            self._origin(session),
-            TENANTS[session],
-            names_of,
-            admit,
-            check_open,
+            self._folder(load.key, is_foreign=load.is_foreign),
+            self._origin(load.session),
+            TENANTS[load.session],
+            expected.names_of,
+            expected.admit,
+            expected.check_open,
             "refuse",
             False,
         )
-        self._begin(_Keeping(steps, session, load.key, done, entered), load.asks)
+        keeping = _Keeping(steps, load.session, load.key, expected.done, expected.entered)
+        self._begin(keeping, load.asks)
         return True
 
     def advance(self, asks: int) -> None:
