@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from vllm_choreo.engine.step import RequestSpans
-from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.layer_kinds import LayerKind, LayerShape
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.ops import (
     LayerAttention,
     Layout,

@@ -5,7 +5,7 @@
 
 Kernels are compiled for an H100 and launched by Triton, but for its last call, into the driver,
 which does nothing: so what is timed is all Python of a step, and no driver. DIR is another checkout
-of this repository. Each turn starts a process per checkout.
+of this repository, which measures itself. Each turn starts a process per checkout.
 """
 
 from __future__ import annotations
@@ -70,12 +70,16 @@ def main() -> None:
             found[side].append(_ask(sides[side], args))
     print(f"us, median of {args.turns} processes; {args.requests} requests of {args.spans} spans")
     for name in found["this checkout"][0]:
-        columns = [f"{side} {median(r[name] for r in rows):.1f}" for side, rows in found.items()]
+        columns = [
+            f"{side} {median(row[name] for row in rows):.1f}"
+            for side, rows in found.items()
+            if name in rows[0]
+        ]
         print(f"  {name}: {', '.join(columns)}")
 
 
 def _ask(checkout: Path, args: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, __file__, "--child"]
+    command = [sys.executable, str(checkout / "benchmarks/gpu/host.py"), "--child"]
     command += ["--requests", str(args.requests), "--spans", str(args.spans)]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
@@ -112,6 +116,9 @@ def _measure(num_requests: int, num_spans: int) -> Iterator[tuple[str, float]]:
     yield "a decode step", _us(engine.step, 30)
     yield "of it planning", _us(engine.plan, 100)
     yield "of it a layer", _us(engine.run_layers, 30) / NUM_LAYERS
+    if engine.make_room():
+        engine.plan_for_graph()
+        yield "a decode step by a full graph of its own", _us(engine.plan_for_graph, 100)
 
     def replace_one() -> None:
         engine.start(["0"])
@@ -123,6 +130,13 @@ def _measure(num_requests: int, num_spans: int) -> Iterator[tuple[str, float]]:
 
     yield "planning where a request starts", _us(replace_one, 5)
     yield "planning where all start", _us(replace_all, 3)
+    if engine.has_room:
+
+        def replace_one_in_graph() -> None:
+            engine.start(["0"])
+            engine.plan_for_graph()
+
+        yield "by a full graph, where a request starts", _us(replace_one_in_graph, 5)
 
 
 def _us(call: Callable[[], object], repeats: int) -> float:
@@ -141,7 +155,8 @@ class _Engine:
     def __init__(self, num_requests: int, num_spans: int) -> None:
         import torch
 
-        from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher
+        from vllm_choreo.engine.worker.layer_kinds import LayerKind, LayerShape
+        from vllm_choreo.engine.worker.span_batcher import SpanBatcher
         from vllm_choreo.ops import LayerAttention, Layout, Rotation, span_attention
         from vllm_choreo.ops.sharing import PARTIAL_BYTES
 
@@ -196,11 +211,25 @@ class _Engine:
         self.batcher.update(spans, names, ids)
 
     def plan(self) -> None:
+        self.plans = self.batcher.batch(self._step())
+
+    def make_room(self) -> bool:
+        """Make room for plans of full graphs; returns whether this checkout has any."""
+        self.has_room = hasattr(self.batcher, "make_room")
+        if self.has_room:
+            self.batcher.make_room(len(self.names))
+        return self.has_room
+
+    def plan_for_graph(self) -> None:
+        """Do all that the host does for a step that replays a full graph, but replay it."""
+        assert self.batcher.fits_room(self.names)
+        self.batcher.batch(self._step()._replace(graph_requests=len(self.names)))
+
+    def _step(self) -> Any:
         from vllm_choreo.engine.worker.span_batcher import StepBatch
 
         lens = self.lens.clone()
-        step = StepBatch(self.names, self.starts, lens, self.table, lens)
-        self.plans = self.batcher.batch(step)
+        return StepBatch(self.names, self.starts, lens, self.table, lens)
 
     def run_layers(self) -> None:
         assert self.plans is not None

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -35,10 +36,12 @@ from vllm_choreo.engine.worker.gpu_backends import (
 )
 from vllm_choreo.engine.worker.gpu_worker import ChoreoGPUWorker
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
+from vllm_choreo.engine.worker.layer_kinds import LayerKind, LayerShape
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
-from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.v1_runner import ChoreoDispatcher, ChoreoGPUModelRunner
-from vllm_choreo.engine.worker.v2_runner import ChoreoCudaGraphManager, ChoreoGPUModelRunnerV2
+from vllm_choreo.engine.worker.v2_graphs import ChoreoCudaGraphManager, PlannedGraphManager
+from vllm_choreo.engine.worker.v2_runner import ChoreoGPUModelRunnerV2
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.ops import LayerAttention, Layout, Rotation
@@ -107,6 +110,44 @@ def test_runner_v2_chooses_no_full_graph_for_spans(
     assert (choose(3, 1).cg_mode, choose(3, 1).num_tokens) == (CUDAGraphMode.NONE, 3)
     manager.max_mode = CUDAGraphMode.FULL
     assert choose(3, 1).cg_mode == CUDAGraphMode.FULL, "later steps are not concerned"
+
+
+def test_steps_of_one_query_each_take_graphs_of_their_own(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the step allows it and there is one of its size; ordinary steps take vLLM's."""
+    manager = _manager(vllm_config, monkeypatch, BOTH)
+    full, piecewise = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+    manager.planned = PlannedGraphManager(
+        nullcontext, vllm_config, torch.device("cpu"), CUDAGraphMode.FULL_DECODE_ONLY, 1
+    )
+    assert manager.planned.num_requests == 4, "of max_num_seqs"
+    replayed = []
+    for one in (manager.planned, manager):
+        one.graphs = {
+            desc: SimpleNamespace(replay=partial(replayed.append, (one, desc)))
+            for desc in one._capture_descs[full]
+        }
+        one.hidden_states = torch.zeros(8, 1)
+
+    def choose(num_tokens: int, per_request: int | None) -> tuple[CUDAGraphMode, bool]:
+        chosen = manager.dispatch(num_tokens, num_tokens, per_request, 0)
+        if chosen.cg_mode == full:
+            manager.run_fullgraph(chosen)
+            assert replayed[-1] == (manager.planned if manager.is_planned else manager, chosen)
+        return chosen.cg_mode, manager.is_planned
+
+    manager.max_mode, manager.allows_planned = piecewise, True
+    assert choose(3, 1) == (piecewise, False), "none is captured yet"
+    manager.planned._graphs_captured = True
+    assert choose(3, 1) == (full, True)
+    assert choose(3, None) == (piecewise, False) and choose(5, 1) == (piecewise, False)
+    manager.allows_planned = False
+    assert choose(3, 1) == (piecewise, False)
+    manager.max_mode = full
+    assert choose(3, 1) == (full, False)
+    manager.release_graphs()
+    assert not manager.graphs and not manager.planned.graphs
 
 
 def _manager(

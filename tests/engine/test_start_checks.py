@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.attention_choice import check_chosen
+from vllm_choreo.engine.graphs import check_full_graphs
 from vllm_choreo.engine.plugin import _check_composed_states, configure_after
 from vllm_choreo.engine.worker.cpu_backend import ChoreoCPUBackend, ChoreoCPUImpl
 from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
@@ -51,6 +52,42 @@ def test_composed_states(is_hybrid: bool, on_cpu: bool, monkeypatch: pytest.Monk
         _check_composed_states(vllm_config, ChoreoConfig(composed_states=True))
     assert caught.value.parameter == "additional_config.choreo.composed_states"
     _check_composed_states(vllm_config, ChoreoConfig())
+
+
+_GRAPHS = {
+    "there are no CUDA graphs on CPUs": {"on_cpu": True},
+    "enforce_eager": {"enforce_eager": True},
+    "runner V1": {"use_v2_model_runner": False},
+    "states": {"is_hybrid": True},
+    "speculate": {"speculative_config": "set"},
+    "LoRA": {"lora_config": "set"},
+    "data parallelism": {"data_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("reason", [None, *_GRAPHS])
+def test_full_graphs(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused where nothing would capture, or nobody has tried."""
+    given = {
+        "on_cpu": False, "enforce_eager": False, "use_v2_model_runner": True, "is_hybrid": False,
+        "speculative_config": None, "lora_config": None, "data_parallel_size": 1,
+        **(_GRAPHS[reason] if reason else {}),
+    }  # fmt: skip
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: given["on_cpu"])
+    vllm_config = _config()
+    for name in ("use_v2_model_runner", "speculative_config", "lora_config"):
+        setattr(vllm_config, name, given[name])
+    for name in ("enforce_eager", "is_hybrid"):
+        setattr(vllm_config.model_config, name, given[name])
+    parallel = SimpleNamespace(data_parallel_size=given["data_parallel_size"])
+    vllm_config.parallel_config = parallel
+    check_full_graphs(vllm_config, ChoreoConfig())
+    if reason is None:
+        check_full_graphs(vllm_config, ChoreoConfig(full_cuda_graphs=True))
+        return
+    with pytest.raises(UnsupportedOptionError, match=f"{reason}.*piecewise graphs") as caught:
+        check_full_graphs(vllm_config, ChoreoConfig(full_cuda_graphs=True))
+    assert caught.value.parameter == "additional_config.choreo.full_cuda_graphs"
 
 
 @pytest.mark.parametrize("name", ["TRITON_FLASH_ATTN", "TRITON_FLASHINFER"])

@@ -204,12 +204,12 @@ def test_engines_on_the_double(case: str) -> None:
 _SABOTAGED = """
 import sys
 from tools.gpu_dry_run import engine
-from tools.gpu_dry_run.gpus import GPUS
 from tools.gpu_dry_run.pretended import pretend
 
-double = pretend(GPUS["h100"], **engine.environment("flash-attention-3"))
+case = {case!r}
+double = pretend(engine.CASES[case].pretended, **engine.environment(case))
 {sabotage}
-print("FAULTS", engine.run("flash-attention-3", double).faults)
+print("FAULTS", engine.run(case, double).faults)
 """
 _SABOTAGES = {
     "a copy that waits": (
@@ -234,14 +234,37 @@ runner._guard_graphs = lambda self: None
         "a choreographed step replayed vLLM's own attention",
     ),
 }
+_OF_FULL_GRAPHS = {
+    "a plan that graphs are not given": (
+        """
+from vllm_choreo.engine.worker.plan_room import PlanRoom
+PlanRoom.fill = lambda self, *args: None
+""",
+        "differs by",
+    ),
+    "own tokens that stay what they were": (
+        """
+from vllm_choreo.engine.worker.plan_room import PlanRoom
+PlanRoom.set_own_tokens = lambda self, *args: None
+""",
+        "differs by",
+    ),
+}
+_SABOTAGED_CASES = [
+    *(("flash-attention-3", *found) for found in _SABOTAGES.items()),
+    *(("full-graphs", *found) for found in _OF_FULL_GRAPHS.items()),
+]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("sabotage", sorted(_SABOTAGES))
-def test_a_dry_run_finds_what_is_wrong(sabotage: str) -> None:
-    lines, says = _SABOTAGES[sabotage]
-    command = [sys.executable, "-c", _SABOTAGED.format(sabotage=lines)]
+@pytest.mark.parametrize(
+    ("case", "lines", "says"),
+    [(case, *found) for case, _, found in _SABOTAGED_CASES],
+    ids=[name for _, name, _ in _SABOTAGED_CASES],
+)
+def test_a_dry_run_finds_what_is_wrong(case: str, lines: str, says: str) -> None:
+    command = [sys.executable, "-c", _SABOTAGED.format(case=case, sabotage=lines)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     (told,) = [line for line in done.stdout.splitlines() if line.startswith("FAULTS")]
     assert says in told, told + done.stderr[-2000:]

@@ -79,7 +79,7 @@ def _look(child: Sequence[str], models: Sequence[str]) -> Iterator[Finding]:
     else:
         from tools.gpu_dry_run import engine
 
-        double = pretend(GPUS[CASES[name].gpu], **engine.environment(name))
+        double = pretend(CASES[name].pretended, **engine.environment(name))
         report = engine.run(name, double)
         yield Finding(f"engine {name}", str(report), tuple(report.faults), dict(SEAMS))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of choreographed steps: a warning where the configuration leaves them none."""
+"""CUDA graphs of choreographed steps, as far as the configuration leaves them any."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from vllm_choreo.errors import UnsupportedOptionError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_choreo.config import ChoreoConfig
 
 logger = init_logger("vllm.choreo.graphs")  # vLLM prints the lines of loggers named after it
 
@@ -28,3 +32,34 @@ def warn_of_eager_steps(vllm_config: VllmConfig) -> None:
         "cudagraph_mode=FULL_AND_PIECEWISE: ordinary steps keep their full graphs.",
         mode.name,
     )
+
+
+def check_full_graphs(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
+    """Check that choreographed steps can have full CUDA graphs where that is asked for.
+
+    Raises:
+        UnsupportedOptionError: they cannot; says why.
+    """
+    from vllm.platforms import current_platform
+
+    if not config.full_cuda_graphs:
+        return
+    model = vllm_config.model_config
+    reasons = {
+        "there are no CUDA graphs on CPUs": current_platform.is_cpu(),
+        "enforce_eager allows no CUDA graphs": model.enforce_eager,
+        "vLLM's model runner V1 has no second set of graphs": not vllm_config.use_v2_model_runner,
+        "models with states have none so far": model.is_hybrid,
+        "engines that speculate have none so far": vllm_config.speculative_config is not None,
+        "engines with LoRA have none so far": vllm_config.lora_config is not None,
+        "engines with data parallelism have none so far": (
+            vllm_config.parallel_config.data_parallel_size > 1
+        ),
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise UnsupportedOptionError(
+                f"{reason}: leave it out, then choreographed steps take piecewise graphs",
+                parameter="additional_config.choreo.full_cuda_graphs",
+                value=True,
+            )

@@ -12,7 +12,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine import attention_choice, batch_runner, command_line, cpu_kernels, mla
+from vllm_choreo.engine import (
+    attention_choice,
+    batch_runner,
+    command_line,
+    cpu_kernels,
+    graphs,
+    mla,
+)
 from vllm_choreo.engine.compat import check_version
 from vllm_choreo.engine.orphan import end_with_parent
 from vllm_choreo.engine.speculation import check_speculation, has_layers
@@ -161,7 +168,6 @@ def configure_after(vllm_config: VllmConfig) -> None:
     _refuse_quantized(vllm_config, config)
     if config.window_groups:
         _refuse_beside_window_groups(vllm_config, config)
-    from vllm_choreo.engine import graphs
 
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     name = "ChoreoAsyncScheduler" if scheduler.async_scheduling else "ChoreoScheduler"
@@ -214,6 +220,7 @@ def _refuse_unsupported(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         # It would load keys and values of a prefix, and no states.
         refused["kv_transfer_config"] = vllm_config.kv_transfer_config is not None
     _check_composed_states(vllm_config, config)
+    graphs.check_full_graphs(vllm_config, config)
     for name, is_refused in refused.items():
         if is_refused:
             raise UnsupportedOptionError(

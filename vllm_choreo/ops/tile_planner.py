@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, NotRequired, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -13,8 +13,9 @@ import torch
 from vllm_choreo.ops.ragged import any_of, bounds_of, entries_of
 from vllm_choreo.ops.sharing import SharedReads, check_reads
 from vllm_choreo.ops.spans import SpanBatch
+from vllm_choreo.ops.tile_arrays import ClassArrays, TileArrays
 from vllm_choreo.ops.tile_queries import QueryTiles, Readers, Segments, cut_queries
-from vllm_choreo.ops.tiles import MIN_ROWS, MIN_SPLIT_TOKENS, TileClass, Tiles
+from vllm_choreo.ops.tiles import MIN_ROWS, MIN_SPLIT_TOKENS, Tiles
 
 # Items begin at multiples of this within their tile, so that programs load whole chunks.
 SPLIT_UNIT = 64
@@ -24,39 +25,66 @@ _ITEM_TOKENS = 128
 _MOST_WAVES = 5
 
 
-def plan_tiles(
-    batch: SpanBatch,
-    reads: SharedReads | None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    max_rows: int,
-    num_programs: Callable[[int], int],
-    device: torch.device | str,
-    max_partials: int | None = None,
-    window: int | None = None,
-) -> Tiles:
-    """Cut the work of a batch into tiles and items.
+class CutSizes(TypedDict):
+    """Sizes of layers and device by which work is cut.
 
-    Args:
-        batch: spans whose tensors lie in host memory, but for the block table, which is not used.
-        reads: ``plan_shared_reads`` of the batch; None: each request reads for itself.
+    Attributes:
         num_heads, num_kv_heads: heads of the layer (of this worker's share of it).
         max_rows: rows of a tile at most, a power of two; more where one query has more heads.
         num_programs: function of a number of rows: programs of such tiles that the device runs at
             once.
-        device: device of the plan's tensors.
-        max_partials: rows of partial results that there is room for. If they would be more, long
-            tiles are not split, then groups not read together.
         window: window of the layers (see ``LayerAttention``): tokens of a parent that no query of
             a tile sees are left out of its segments.
     """
+
+    num_heads: int
+    num_kv_heads: int
+    max_rows: int
+    num_programs: Callable[[int], int]
+    window: NotRequired[int | None]
+
+
+def plan_tiles(
+    batch: SpanBatch,
+    reads: SharedReads | None,
+    *,
+    device: torch.device | str,
+    max_partials: int | None = None,
+    **sizes: Unpack[CutSizes],
+) -> Tiles:
+    """Cut the work of a batch into tiles and items, whose tensors lie on a device.
+
+    Args:
+        batch, reads, sizes: see ``cut_tiles``.
+        device: device of the plan's tensors.
+        max_partials: rows of partial results that there is room for.
+    """
+    most = math.inf if max_partials is None else max_partials
+    return cut_tiles(batch, reads, lambda plan: plan.num_partials <= most, **sizes).to(device)
+
+
+def cut_tiles(
+    batch: SpanBatch,
+    reads: SharedReads | None,
+    fits: Callable[[TileArrays], bool],
+    **sizes: Unpack[CutSizes],
+) -> TileArrays:
+    """Cut the work of a batch into tiles and items, in host memory.
+
+    Args:
+        batch: spans whose tensors lie in host memory, but for the block table, which is not used.
+        reads: ``plan_shared_reads`` of the batch; None: each request reads for itself.
+        fits: says whether there is room for a plan. Where there is none long tiles are not split,
+            then groups not read together; the last of these plans is returned as it is.
+        sizes: see ``CutSizes``.
+    """
     check_reads(batch, reads)
-    group_heads = num_heads // num_kv_heads
-    max_rows = max(max_rows, _power_of_two(group_heads))
+    num_kv_heads, window = sizes["num_kv_heads"], sizes.get("window")
+    group_heads = sizes["num_heads"] // num_kv_heads
+    max_rows = max(sizes["max_rows"], _power_of_two(group_heads))
 
     def num_slots(rows: int) -> int:
-        return num_programs(rows) // num_kv_heads
+        return sizes["num_programs"](rows) // num_kv_heads
 
     # Together and split, together, alone and split, alone: that leaves no partial results at all,
     # but of spans that count by other weights.
@@ -64,9 +92,10 @@ def plan_tiles(
         tiles = cut_queries(batch, readers, group_heads, max_rows, window)
         for slots in (num_slots, None):
             items = _cut_items(tiles, slots)
-            if max_partials is None or items.num_partials <= max_partials:
-                return _finish(batch, readers, tiles, items, group_heads, device)
-    return _finish(batch, readers, tiles, items, group_heads, device)
+            plan = _finish(batch, readers, tiles, items, group_heads)
+            if fits(plan):
+                return plan
+    return plan
 
 
 def _readers(batch: SpanBatch, reads: SharedReads | None) -> Iterator[Readers]:
@@ -228,18 +257,13 @@ def _share_out(
     )
 
 
-# -- tensors ---------------------------------------------------------------------------------------
+# -- arrays ----------------------------------------------------------------------------------------
 
 
 def _finish(
-    batch: SpanBatch,
-    readers: Readers,
-    tiles: QueryTiles,
-    items: _Items,
-    group_heads: int,
-    device: torch.device | str,
-) -> Tiles:
-    """Make tensors of the plan, in one copy to the device."""
+    batch: SpanBatch, readers: Readers, tiles: QueryTiles, items: _Items, group_heads: int
+) -> TileArrays:
+    """Make the arrays of the plan."""
     own = batch.span_start_loc.numpy()[1:].astype(np.int64) - 1
     order = np.argsort(-_costs(tiles)[1], kind="stable")  # the longest starts first
     _, segment = _runs(order, np.bincount(items.segments.tile, minlength=len(order)))
@@ -255,11 +279,8 @@ def _finish(
         **_merges(batch, tiles, items, order),
     }
     sizes = np.unique(tiles.num_rows).tolist()
-    lists = [_class_arrays(tiles, items, order, size, group_heads) for size in sizes]
-    tensors = iter(_to_device([*arrays.values(), *(a for four in lists for a in four)], device))
-    common = {name: next(tensors) for name in arrays}
-    classes = tuple(TileClass(size, *(next(tensors) for _ in range(4))) for size in sizes)
-    return Tiles(classes=classes, num_partials=items.num_partials, **common)
+    classes = tuple(_class_arrays(tiles, items, order, size, group_heads) for size in sizes)
+    return TileArrays(classes, arrays, items.num_partials)
 
 
 def _runs(order: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -294,17 +315,18 @@ def _merges(
 
 def _class_arrays(
     tiles: QueryTiles, items: _Items, order: np.ndarray, num_rows: int, group_heads: int
-) -> list[np.ndarray]:
-    """Arrays for a `TileClass`: query, request, column and items of the tiles of a size."""
+) -> ClassArrays:
+    """Arrays of the tiles of a size."""
     queries, of_size = tiles.queries, order[tiles.num_rows[order] == num_rows]
     size = np.bincount(queries.tile, minlength=len(order))
-    index, entry = _runs(of_size, size)
+    tile_index, entry = _runs(of_size, size)
     shape = len(of_size), num_rows // group_heads
-    arrays = []
-    for column, empty in ((queries.query, -1), (queries.request, 0), (queries.column, 0)):
+
+    def by_slot(column: np.ndarray, empty: int = 0) -> np.ndarray:
         slots: np.ndarray = np.full(shape, empty, dtype=np.int64)
-        slots[index, queries.slot[entry]] = column[entry]
-        arrays.append(slots)
+        slots[tile_index, queries.slot[entry]] = column[entry]
+        return slots
+
     # Segments lie in the order of all tiles, whatever their size.
     num_segments = np.bincount(items.segments.tile, minlength=len(order))
     base: np.ndarray = np.empty(len(order), dtype=np.int64)
@@ -323,23 +345,15 @@ def _class_arrays(
         np.where(partial >= 0, partial + number * size[tile], -1),
         tiles.is_chosen[tile],
     )
-    return [*arrays, np.stack([column.astype(np.int64) for column in columns], axis=1)]
+    return ClassArrays(
+        num_rows,
+        query=by_slot(queries.query, -1),
+        request=by_slot(queries.request),
+        column=by_slot(queries.column),
+        items=np.stack([column.astype(np.int64) for column in columns], axis=1),
+    )
 
 
 def _power_of_two(n: int) -> int:
     """Smallest power of two that is not below `n`."""
     return 1 << (n - 1).bit_length()
-
-
-def _to_device(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
-    """Int32 tensors on a device, cut out of one buffer at multiples of 16 bytes."""
-    padded = [-(-array.size // 4) * 4 for array in arrays]
-    buffer = torch.zeros(sum(padded), dtype=torch.int32)
-    if torch.device(device).type != "cpu":
-        buffer = buffer.pin_memory()
-    host, begin = buffer.numpy(), 0
-    for array, size in zip(arrays, padded, strict=True):
-        host[begin : begin + array.size] = array.ravel()
-        begin += size
-    moved = buffer.to(device, non_blocking=True).split(padded)
-    return [part[: array.size].view(array.shape) for part, array in zip(moved, arrays, strict=True)]

@@ -187,7 +187,7 @@ def cut_queries(
     return QueryTiles(
         queries._replace(tile=number[queries.tile]),
         segments._replace(tile=number[segments.tile]),
-        _num_rows(size[is_kept] * group_heads, max_rows),
+        _num_rows(size[is_kept] * group_heads, group_heads, max_rows),
         own_request[is_kept],
         own_tokens[is_kept],
         readers.is_chosen[group][is_kept],
@@ -274,8 +274,20 @@ def _seen(
     ).only(hidden < segments.num_tokens)
 
 
-def _num_rows(rows: np.ndarray, max_rows: int) -> np.ndarray:
-    """Rows of tiles: smallest, middle or largest; each size in use is one launch more."""
-    sizes = np.array([s for s in (MIN_ROWS, 4 * MIN_ROWS, max_rows) if s <= max_rows])
+def tile_sizes(group_heads: int, max_rows: int) -> list[int]:
+    """Rows that tiles have: smallest, middle or largest; each size in use is one launch more.
+
+    Args:
+        group_heads: query heads of a KV head, which a tile has rows for at least.
+        max_rows: rows of a tile at most, a power of two; more where one query has more heads.
+    """
+    max_rows = max(max_rows, 1 << (group_heads - 1).bit_length())
+    sizes = {MIN_ROWS, 4 * MIN_ROWS, max_rows}
+    return sorted(size for size in sizes if group_heads <= size <= max_rows)
+
+
+def _num_rows(rows: np.ndarray, group_heads: int, max_rows: int) -> np.ndarray:
+    """Rows of the smallest tiles that have so many."""
+    sizes = np.array(tile_sizes(group_heads, max_rows))
     found: np.ndarray = sizes[np.searchsorted(sizes, rows)]
     return found

@@ -7,7 +7,8 @@ import torch
 
 from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.engine.worker.drafting import DrafterSpans
-from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.layer_kinds import LayerKind, LayerShape
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 
 _KIND = LayerKind(None, LayerShape(2, 1, 8, torch.float32), 64)
 # Behind a parent of six tokens, in two blocks of four; its own begin at 8, and are seen at 20.

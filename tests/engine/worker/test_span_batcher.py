@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from vllm_choreo.engine.step import RequestSpans
-from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.layer_kinds import LayerKind, LayerShape
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.ops import LayerAttention, Rotation, SpanBatch, SpanPlan, cpu, span_attention
 
 SIZE = 16

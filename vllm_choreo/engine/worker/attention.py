@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from vllm_choreo.engine.worker.layer_kinds import LayerKind
 from vllm_choreo.engine.worker.probe import QueryRecorder
-from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher
 from vllm_choreo.ops import (
     LayerAttention,
     Layout,

@@ -36,10 +36,11 @@ from vllm_choreo.engine.worker.layer_checks import (
     check_sizes,
     source_of,
 )
+from vllm_choreo.engine.worker.layer_kinds import LayerKind, LayerShape
 from vllm_choreo.engine.worker.partial_runs import PartialRuns
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
 from vllm_choreo.engine.worker.quantized import quantized_kv
-from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.state_layers import StateLayers
 from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.warmup import warm_up
@@ -353,11 +354,11 @@ class ChoreoModelRunner:
         if capturing:  # hidden states are taken in Python, between layers
             mode = CUDAGraphMode.NONE
         elif self.batcher.reads_spans(scheduled):
-            # A full graph replays vLLM's own attention; piecewise ones leave attention out.
+            # A full graph of vLLM's replays its own attention; piecewise ones leave attention out.
             mode = CUDAGraphMode.PIECEWISE
         else:
             mode = CUDAGraphMode.FULL
-        self.graphs.max_mode = mode
+        self._allow_graphs(mode, scheduled)
         self._in_step = True
         try:
             with capturing or nullcontext():
@@ -365,8 +366,17 @@ class ChoreoModelRunner:
                 return self._with_attention(output)
         finally:
             self._in_step = False
-            self.graphs.max_mode = CUDAGraphMode.FULL
+            self._allow_graphs(CUDAGraphMode.FULL, {})
             self.batcher.running = None
+
+    def _allow_graphs(self, mode: CUDAGraphMode, scheduled: Mapping[str, int]) -> None:
+        """Have `graphs` choose for a step.
+
+        Args:
+            mode: the largest mode of vLLM's own graphs.
+            scheduled: numbers of tokens by request.
+        """
+        self.graphs.max_mode = mode
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> object:
         """Extend vLLM's method: the output has what calls attended to, for the scheduler."""

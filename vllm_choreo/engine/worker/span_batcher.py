@@ -9,7 +9,7 @@ per kind of layer        rotation, tiles            one SpanPlan each, at LayerK
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import is_not
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ import torch
 
 from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.engine.worker.angles import Angles
+from vllm_choreo.engine.worker.layer_kinds import LayerKind, LayerShape
+from vllm_choreo.engine.worker.plan_room import PlanRoom
 from vllm_choreo.engine.worker.reweighting import reweighting_of
 from vllm_choreo.engine.worker.tensors import int32, to_device
 from vllm_choreo.engine.worker.watching import AttentionWatch
@@ -44,32 +46,6 @@ _NO_BLOCKS = int32(())
 _NO_SPANS: np.ndarray = np.empty((len(_COLUMNS), 0), dtype=np.int32)
 
 
-class LayerShape(NamedTuple):
-    """Shape of a layer, on which its tiles depend; heads are this worker's share."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-    window: int | None = None
-
-
-class LayerKind(NamedTuple):
-    """Layers of one kind take the same plan.
-
-    Attributes:
-        rotation: rotary embedding of the layer; None: it has none.
-        shape: heads, dtype and window of the layer.
-        token_bytes: bytes of a token's keys and values, as the layer caches them.
-        group: layers of a group read the same spans, see `RequestSpans.of_group`.
-    """
-
-    rotation: Rotation | None
-    shape: LayerShape
-    token_bytes: int
-    group: int = 0
-
-
 class StepBatch(NamedTuple):
     """Batch of a step, as vLLM's runner knows it.
 
@@ -81,6 +57,8 @@ class StepBatch(NamedTuple):
         block_table: int32 `[num_reqs, max_blocks]`, on the device.
         device_seq_lens: the very lengths, on the device; needed for tiles.
         other_tables: block tables of the KV cache groups whose layers have others, by number.
+        graph_requests: requests of the full CUDA graph that the step replays, rows of padding
+            included; None: layers are launched, or piecewise graphs replayed.
     """
 
     request_ids: Sequence[str]
@@ -89,6 +67,7 @@ class StepBatch(NamedTuple):
     block_table: torch.Tensor
     device_seq_lens: torch.Tensor | None = None
     other_tables: Mapping[int, torch.Tensor] = {}
+    graph_requests: int | None = None
 
     def table_of(self, group: int) -> torch.Tensor:
         """Block table of the layers of a group."""
@@ -175,6 +154,34 @@ class SpanBatcher:
         """Return, of each request, whether it is a call, or one of ours."""
         return [request_id in self._requests for request_id in request_ids]
 
+    def make_room(self, num_requests: int) -> None:
+        """Make room, at fixed addresses, for plans of steps that replay full CUDA graphs.
+
+        Args:
+            num_requests: the most that such a step has, one query each.
+        """
+        for group in self._groups:
+            group.make_room(num_requests)
+
+    def fits_room(self, request_ids: Collection[str]) -> bool:
+        """Return whether there is room for the spans of requests that have one query each."""
+        requests = [self._requests.get(request_id, _ORDINARY) for request_id in request_ids]
+        return all(group.fits_room(requests) for group in self._groups)
+
+    def room_plans(
+        self, num_requests: int, tables: Mapping[int, torch.Tensor]
+    ) -> Sequence[SpanPlan]:
+        """Plans from which a CUDA graph of so many requests reads, one per kind.
+
+        Args:
+            tables: block tables by KV cache group, as `StepBatch` has them.
+        """
+        plans: dict[int, SpanPlan] = {}
+        for group in self._groups:
+            assert group.room is not None
+            plans.update(group.room.plans(num_requests, tables[group.group]))
+        return [plans[index] for index in range(len(self.kinds))]
+
     def batch(self, step: StepBatch, always: bool = False) -> list[SpanPlan] | None:
         """Plan a batch, once per kind; None if every request reads its own tokens only.
 
@@ -256,6 +263,35 @@ class _Columns(NamedTuple):
         return cls(spans, np.array(rows, dtype=np.int32))
 
 
+class _CutFor:
+    """Batch for which tiles were cut last, which says how long they serve.
+
+    They hold for the same queries; own spans that grow leave the shares of the work uneven.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[object, SharedReads | None, bytes] = (None, None, b"")
+        self._most_own: np.ndarray = np.empty(0, dtype=np.int32)  # up to which the tiles serve
+
+    def is_new(
+        self, columns: object, reads: SharedReads | None, queries: bytes, own: np.ndarray
+    ) -> bool:
+        """Return whether tiles must be cut, and remember that they are.
+
+        Args:
+            columns: columns of the spans, by identity.
+            queries: bytes of the spans' `query_start_loc`.
+            own: int `[num_reqs]`, own tokens.
+        """
+        known_columns, known_reads, known_queries = self._known
+        is_same = known_columns is columns and known_reads is reads and known_queries == queries
+        if is_same and not bool((own > self._most_own).any()):
+            return False
+        self._known = (columns, reads, queries)
+        self._most_own = 2 * np.maximum(own, MIN_SPLIT_TOKENS)
+        return True
+
+
 class _GroupBatcher:
     """Part of a `SpanBatcher` for the layers of one group."""
 
@@ -293,8 +329,25 @@ class _GroupBatcher:
         self._reads_for: np.ndarray = np.empty(0, dtype=np.int32)  # `counted_queries`
         self._reads_queries: bytes | None = None  # None: the spans were laid out since
         self._tiles: dict[LayerShape, Tiles] = {}
-        self._tiled_for: tuple[object, SharedReads | None, bytes] = (None, None, b"")
-        self._most_own = self._bases.numpy()  # own tokens up to which the tiles serve
+        self._tiled_for, self._in_room_for = _CutFor(), _CutFor()
+        self.room: PlanRoom | None = None
+
+    def make_room(self, num_requests: int) -> None:
+        """Make room for plans of full CUDA graphs."""
+        batcher, is_shared = self.batcher, self.batcher.shared_reading
+        self.room = PlanRoom(
+            *(self._kinds, num_requests, batcher.block_size),
+            *(is_shared, self.device, self.workspace),
+        )
+
+    def fits_room(self, requests: Sequence[RequestSpans]) -> bool:
+        """Return whether there is room for the spans of requests."""
+        if self.room is None or len(requests) > self.room.num_requests:
+            return False
+        of_group = [request.of_group(self.group) for request in requests]
+        num_spans = sum(len(spans.first_slot) + 1 for spans in of_group)
+        # Those that count by other weights leave partial results, however many they are.
+        return num_spans <= self.room.num_spans and all(s.weights is None for s in of_group)
 
     def lay_out(self, requests: Sequence[RequestSpans]) -> None:
         """Flatten the spans; each request's own span comes last and is not rotated."""
@@ -340,6 +393,8 @@ class _GroupBatcher:
         is_planned = self.batcher.shared_reading or self._reweighting is not None
         queries = step.query_start_loc.numpy().tobytes()
         reads = self._reads_of(step, spans, queries) if is_planned else None
+        if step.graph_requests is not None:
+            return self._in_room(step, spans, reads, own, queries)
         tiles = self._tiles_of(step, spans, reads, own, queries) if self.is_tiled else {}
         return {
             index: SpanPlan(
@@ -374,21 +429,30 @@ class _GroupBatcher:
         own: np.ndarray,
         queries: bytes,
     ) -> dict[LayerShape, Tiles]:
-        """Tiles of each shape of a layer, cut anew where the last step's do not serve.
-
-        They hold for the same queries; own spans that grow leave the shares of the work uneven.
-        """
-        columns, tiled_reads, tiled_queries = self._tiled_for
-        is_same = columns is self._columns and tiled_reads is reads and tiled_queries == queries
-        if not is_same or bool((own > self._most_own).any()):
+        """Tiles of each shape of a layer, cut anew where the last step's do not serve."""
+        if self._tiled_for.is_new(self._columns, reads, queries, own):
             from vllm_choreo.ops.triton import make_tiles
 
             self._tiles = {
                 shape: make_tiles(spans, reads, device=self.device, **shape._asdict())
                 for shape in self._shapes
             }
-            self._tiled_for = (self._columns, reads, queries)
-            self._most_own = 2 * np.maximum(own, MIN_SPLIT_TOKENS)
         assert step.device_seq_lens is not None
         own_tokens = step.device_seq_lens - self._device_bases
         return {shape: tiles.with_own_tokens(own_tokens) for shape, tiles in self._tiles.items()}
+
+    def _in_room(
+        self,
+        step: StepBatch,
+        spans: SpanBatch,
+        reads: SharedReads | None,
+        own: np.ndarray,
+        queries: bytes,
+    ) -> dict[int, SpanPlan]:
+        """Have the graph that the step replays read its spans."""
+        assert self.room is not None and step.graph_requests is not None
+        if self._in_room_for.is_new(self._columns, reads, queries, own):
+            self.room.fill(step.graph_requests, spans, reads, self._cos_sin)
+        assert step.device_seq_lens is not None
+        self.room.set_own_tokens(step.device_seq_lens, self._device_bases)
+        return self.room.plans(step.graph_requests, spans.block_table)

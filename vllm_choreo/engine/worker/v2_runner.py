@@ -6,32 +6,31 @@ They run vLLM's own Triton kernels: on CPU this needs vLLM with Triton for CPUs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
-from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
+from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.worker.drafting import take_over
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 from vllm_choreo.engine.worker.state_layers import StateBatch
 from vllm_choreo.engine.worker.v2_adapters import ChoreoPromptLogprobsWorker, requests_of_logits
 from vllm_choreo.engine.worker.v2_drafting import DRAFTERS, ChoreoSpeculator
-from vllm_choreo.engine.worker.v2_graphs import GuardedGraphManager
+from vllm_choreo.engine.worker.v2_graphs import ChoreoCudaGraphManager, PlannedGraphManager
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
     from vllm.v1.worker.gpu.states import RequestState
-
-
-class ChoreoCudaGraphManager(GuardedGraphManager, ModelCudaGraphManager):
-    """Graph manager that chooses no full CUDA graph while those are not allowed."""
 
 
 class ChoreoModelState(ModelState):
@@ -94,7 +93,41 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
         return width
 
     def _guard_graphs(self) -> None:
-        self.cudagraph_manager.__class__ = ChoreoCudaGraphManager
+        manager = self.cudagraph_manager
+        manager.__class__ = ChoreoCudaGraphManager
+        if not ChoreoConfig.from_vllm(self.vllm_config).full_cuda_graphs:
+            return
+        mode = CUDAGraphMode.FULL_DECODE_ONLY
+        manager.planned = PlannedGraphManager(
+            *(self._running_plans, self.vllm_config, self.device, mode, self.decode_query_len)
+        )
+        self.batcher.make_room(manager.planned.num_requests)
+
+    @contextmanager
+    def _running_plans(self, num_requests: int) -> Iterator[None]:
+        """While this is entered, layers run what a full graph of so many requests reads."""
+        tables = self.block_tables.input_block_tables
+        by_group = {group: table[:num_requests] for group, table in enumerate(tables)}
+        self.batcher.running = self.batcher.room_plans(num_requests, by_group)
+        try:
+            yield
+        finally:
+            self.batcher.running = None
+
+    def profile_cudagraph_memory(self) -> int:
+        """Extend vLLM's method: a second set of graphs is counted as the first one is."""
+        num_bytes: int = super().profile_cudagraph_memory()
+        is_twofold = ChoreoConfig.from_vllm(self.vllm_config).full_cuda_graphs
+        return 2 * num_bytes if is_twofold else num_bytes
+
+    def _allow_graphs(self, mode: CUDAGraphMode, scheduled: Mapping[str, int]) -> None:
+        super()._allow_graphs(mode, scheduled)
+        self.graphs.allows_planned = (
+            mode == CUDAGraphMode.PIECEWISE
+            and self.graphs.planned is not None
+            and all(num_tokens == 1 for num_tokens in scheduled.values())
+            and self.batcher.fits_room(scheduled)
+        )
 
     def prepare_attn(
         self, input_batch: InputBatch
@@ -114,6 +147,7 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
                 block_tables[0][:num_reqs],
                 lens,
                 {group: table[:num_reqs] for group, table in enumerate(block_tables)},
+                input_batch.num_reqs_after_padding if self.graphs.is_planned else None,
             )
             self._positions = input_batch.positions
             self._lay_out(self._step, self._positions)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_choreo.engine.step import RequestSpans
-from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.layer_kinds import LayerKind
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.ops.sharing import MIN_SHARED_TOKENS
 from vllm_choreo.ops.tiles import MIN_ROWS

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 import triton
@@ -15,7 +15,9 @@ from vllm_choreo.ops.layout import key_view, value_view
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import PARTIAL_BYTES, SharedReads, partial_row_bytes
 from vllm_choreo.ops.spans import SpanBatch
-from vllm_choreo.ops.tile_planner import plan_tiles
+from vllm_choreo.ops.tile_planner import CutSizes, cut_tiles
+from vllm_choreo.ops.tile_queries import tile_sizes
+from vllm_choreo.ops.tile_room import TileRoom
 from vllm_choreo.ops.tiles import MIN_ROWS, TileClass, Tiles
 from vllm_choreo.ops.triton.kernels import attend_tiles, merge_partials
 from vllm_choreo.ops.triton.launches import KernelLaunch, LayerLaunches, Moving
@@ -87,30 +89,85 @@ def _chunk_tokens(padded_size: int, is_latent: bool, dtype: torch.dtype) -> int:
     return max(MIN_ROWS, min(64, num_bytes // (padded_size * dtype.itemsize)))
 
 
-def make_tiles(
+class LayerSizes(TypedDict):
+    """Sizes of a layer, and the device on which it runs.
+
+    Attributes:
+        num_heads, num_kv_heads, head_size: heads of queries and of keys, and numbers of a head.
+        dtype: dtype of queries.
+        window: see ``LayerAttention``.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device | str
+    window: NotRequired[int | None]
+
+
+def make_tiles(batch: SpanBatch, reads: SharedReads | None, **sizes: Unpack[LayerSizes]) -> Tiles:
+    """Cut a batch, which lies in host memory, for these kernels on a device: see `plan_tiles`."""
+    most = PARTIAL_BYTES // partial_row_bytes(sizes["num_heads"], sizes["head_size"])
+    plan = cut_tiles(batch, reads, lambda plan: plan.num_partials <= most, **_cut_sizes(sizes))
+    return plan.to(sizes["device"])
+
+
+def make_room(
+    num_requests: int, num_spans: int, is_shared: bool, **sizes: Unpack[LayerSizes]
+) -> TileRoom:
+    """Make room for plans of layers of these sizes, see `TileRoom`.
+
+    Args:
+        is_shared: whether requests may read together, in tiles of any size.
+    """
+    cut = _cut_sizes(sizes)
+    group_heads = cut["num_heads"] // cut["num_kv_heads"]
+    rows_of_tiles = tile_sizes(group_heads, cut["max_rows"])
+    return TileRoom(
+        num_requests,
+        num_spans,
+        {
+            rows: cut["num_programs"](rows) // cut["num_kv_heads"]
+            for rows in (rows_of_tiles if is_shared else rows_of_tiles[:1])
+        },
+        group_heads,
+        PARTIAL_BYTES // partial_row_bytes(sizes["num_heads"], sizes["head_size"]),
+        sizes["device"],
+    )
+
+
+def fill_room(
+    room: TileRoom,
+    num_requests: int,
     batch: SpanBatch,
     reads: SharedReads | None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    window: int | None = None,
-) -> Tiles:
-    """Cut a batch, which lies in host memory, for these kernels on a device: see `plan_tiles`."""
-    device = torch.device(device)
-    return plan_tiles(
-        batch,
-        reads,
-        num_heads=num_heads,
-        num_kv_heads=_num_head_groups(num_heads, num_kv_heads, head_size, dtype),
-        max_rows=_max_rows(head_size, dtype),
-        num_programs=lambda num_rows: _num_programs(num_rows, head_size, dtype, device),
-        device=device,
-        max_partials=PARTIAL_BYTES // partial_row_bytes(num_heads, head_size),
-        window=window,
-    )
+    **sizes: Unpack[LayerSizes],
+) -> None:
+    """Cut a batch as `make_tiles` does into a room, for graphs of so many requests.
+
+    Raises:
+        ValueError: the batch has more requests or spans than there is room for.
+    """
+    plan = cut_tiles(batch, reads, lambda plan: room.fits(plan, num_requests), **_cut_sizes(sizes))
+    if not room.fits(plan, num_requests):
+        raise ValueError(
+            f"{batch.num_reqs} requests with {batch.num_spans} spans do not fit into a room for "
+            f"{num_requests} and {room.num_spans}"
+        )
+    room.put(plan)
+
+
+def _cut_sizes(sizes: LayerSizes) -> CutSizes:
+    num_heads, head_size, dtype = sizes["num_heads"], sizes["head_size"], sizes["dtype"]
+    device = torch.device(sizes["device"])
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": _num_head_groups(num_heads, sizes["num_kv_heads"], head_size, dtype),
+        "max_rows": _max_rows(head_size, dtype),
+        "num_programs": lambda num_rows: _num_programs(num_rows, head_size, dtype, device),
+        "window": sizes.get("window"),
+    }
 
 
 def _partials(

@@ -360,7 +360,7 @@ def merge_partials(
     VALUE_SIZE: tl.constexpr, PADDED_VALUE_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
-    """The output of one head of one query from its partial results.
+    """The output of one head of one query from its partial results; of query -1 none.
 
     The first `merged_chosen` of them count by other weights: their common log-sum-exp is multiplied
     by the factor of the request.
@@ -403,4 +403,5 @@ def merge_partials(
             partial_output_ptr + at * VALUE_SIZE + dims, mask=is_dim, other=0.0
         )
     at = output_ptr + query * output_token + head * output_head
-    tl.store(at + dims, (result / total).to(output_ptr.dtype.element_ty), mask=is_dim)
+    is_stored = is_dim & (query >= 0)
+    tl.store(at + dims, (result / total).to(output_ptr.dtype.element_ty), mask=is_stored)
