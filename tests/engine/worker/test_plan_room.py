@@ -12,6 +12,9 @@ from vllm_choreo.engine.worker.plan_room import PlanRoom
 from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.ops import LayerAttention, Rotation, SpanPlan, span_attention
 
+# Results that nobody stores are nothing divided by nothing, of which the interpreter warns.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
 _MOST, _WIDTH, _NUM_BLOCKS = 4, 24, 64
 _TURNED = Rotation(torch.rand(8, dtype=torch.float64), is_neox=False)
 _SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
