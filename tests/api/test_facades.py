@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's facades on engines of a few lines, which answer what the test tells them to.
-
-The fake engine generates the token ids 100, 101, … and records every prompt that it is given.
-"""
+"""The client's facades on engines of a few lines, which answer what the test tells them to."""
 
 from __future__ import annotations
 
@@ -17,16 +14,21 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
 
-import vllm_choreo.engine.utility as utility
+from tests.api.fakes import (
+    REPORT,
+    VOCAB_SIZE,
+    FakeAsyncLLM,
+    Two,
+    make_llm,
+    text_of,
+    wire_of,
+)
 from vllm_choreo import AsyncChoreography, Choreography
-from vllm_choreo.api.outcomes import Outcome
-from vllm_choreo.api.session import Session
 from vllm_choreo.errors import (
     ChoreoError,
     CyclicParentsError,
     EmptyTokensError,
     FreedMessageError,
-    LimitError,
     NameTakenError,
     OffsetError,
     ParentFailedError,
@@ -34,170 +36,9 @@ from vllm_choreo.errors import (
     TooLongError,
     UnknownMessageError,
     UnsupportedOptionError,
-    UnsupportedVersionError,
 )
-from vllm_choreo.semantics.call import CallSpec, linked_specs
-from vllm_choreo.semantics.message import Metrics
-from vllm_choreo.semantics.session_options import SessionOptions
 
-VOCAB_SIZE, MAX_MODEL_LEN = 512, 256
-Two = SamplingParams(max_tokens=2)
-
-
-class FakeTokenizer:
-    """One token per character."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert add_special_tokens is False
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids: Any) -> str:
-        return "".join(chr(token) for token in token_ids)
-
-
-class FakeEngine:
-    """Answers each request in as many steps as it has tokens; `refuse[header]` is an error."""
-
-    def __init__(self) -> None:
-        self.prompts: list[tuple[list[int], SamplingParams]] = []
-        self.operations: list[tuple[Any, ...]] = []
-        self.aborted: list[str] = []
-        self.refuse: dict[str, dict[str, str]] = {}
-        self.vanish: set[str] = set()  # headers of requests that the engine ends
-        self.running: dict[str, Any] = {}
-        self.is_choreo = True
-        self.metrics: Any = None  # vLLM's, if it logs statistics
-        self.vllm_config = vllm_config()
-        self.adapters: list[Any] = []  # of the prompts
-
-    def add_request(
-        self, request_id: str, prompt: Any, params: SamplingParams, lora_request: Any = None
-    ) -> None:
-        self.prompts.append((prompt["prompt_token_ids"], params))
-        self.adapters.append(lora_request)
-        self.running[request_id] = (prompt["prompt_token_ids"], params, 0)
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.running)
-
-    def abort_request(self, request_ids: list[str]) -> None:
-        self.aborted += request_ids
-        for request_id in request_ids:
-            self.running.pop(request_id, None)
-
-    def step(self) -> list[Any]:
-        return [self.advance(request_id) for request_id in list(self.running)]
-
-    def advance(self, request_id: str) -> Any:
-        prompt, params, num_done = self.running[request_id]
-        num_done += 1
-        self.running[request_id] = (prompt, params, num_done)
-        error = self.refuse.get(FakeTokenizer().decode(prompt))
-        vanished = FakeTokenizer().decode(prompt) in self.vanish
-        token_ids = [] if error else [100 + i for i in range(num_done)]
-        # A stop string is found in the second token, by the front end: there is no report.
-        stopped = bool(params.stop) and num_done == 2
-        finished = bool(error) or vanished or stopped or num_done == params.max_tokens
-        transfer = {"choreo_error": error} if error else None
-        if finished:
-            del self.running[request_id]
-            if not error and not stopped and self.is_choreo and params.extra_args:
-                transfer = {"choreo": self.report(prompt, params, num_done)}
-        reason = (
-            ("error" if error or vanished else "stop" if stopped else "length")
-            if finished
-            else None
-        )
-        completion = SimpleNamespace(
-            token_ids=token_ids,
-            text="".join(chr(token) for token in token_ids),
-            logprobs=None,
-            finish_reason=reason if finished else None,
-        )
-        return SimpleNamespace(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            outputs=[completion],
-            finished=finished,
-            num_cached_tokens=len(prompt) // 4 * 4,
-            prompt_logprobs=None,
-            kv_transfer_params=transfer,
-            metrics=self.metrics,
-        )
-
-    def report(self, prompt: list[int], params: SamplingParams, num_done: int) -> dict[str, Any]:
-        assert params.extra_args is not None
-        wire = params.extra_args["choreo"]
-        num_generated = num_done if wire["kind"] == "decode" else 0
-        return {
-            "id": wire["save_as"],
-            "num_tokens": len(prompt) + num_generated,
-            "position": 7,
-            "exact": False,
-            "reused_tokens": 3,
-            "repositioned_tokens": 2,
-            "encoded_tokens": len(prompt) + num_generated,
-        }
-
-
-# Of a message that the client ended after its third token.
-REPORT_OF_END = {
-    "position": 5,
-    "exact": False,
-    "reused_tokens": 3,
-    "repositioned_tokens": 0,
-    "encoded_tokens": 3,
-}
-
-
-def vllm_config() -> Any:
-    model_config = SimpleNamespace(
-        model="folder/model",
-        served_model_name="model",
-        max_model_len=MAX_MODEL_LEN,
-        get_vocab_size=lambda: VOCAB_SIZE,
-        get_diff_sampling_param=lambda: {"max_tokens": 3},
-    )
-    return SimpleNamespace(model_config=model_config, lora_config=None)
-
-
-def make_llm() -> Any:
-    return SimpleNamespace(llm_engine=FakeEngine(), get_tokenizer=FakeTokenizer)
-
-
-@pytest.fixture(autouse=True)
-def _operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engine operations are recorded by the fake engine."""
-
-    def call(llm: Any, *operation: Any) -> Any:
-        llm.llm_engine.operations.append(operation)
-        return REPORT_OF_END if operation[0] == "end" else {"num_messages": 1}
-
-    async def call_async(llm: Any, *operation: Any) -> Any:
-        return call(llm, *operation)
-
-    monkeypatch.setattr(utility, "call", call)
-    monkeypatch.setattr(utility, "call_async", call_async)
-
-
-@pytest.fixture
-def llm() -> Any:
-    return make_llm()
-
-
-@pytest.fixture
-def c(llm: Any) -> Choreography:
-    return Choreography(llm)
-
-
-def text_of(prompt: tuple[list[int], SamplingParams]) -> str:
-    return FakeTokenizer().decode(prompt[0])
-
-
-def wire_of(prompt: tuple[list[int], SamplingParams]) -> dict[str, Any]:
-    assert prompt[1].extra_args is not None
-    wire: dict[str, Any] = prompt[1].extra_args["choreo"]
-    return wire
+pytestmark = pytest.mark.usefixtures("operations")
 
 
 # -- what reaches the engine, and what comes back ------------------------------------------------
@@ -480,8 +321,6 @@ def test_what_is_no_adapter_is_refused(
 
 # -- refusals by the engine ----------------------------------------------------------------------
 
-REPORT = {"type": "TooLongError", "parameter": "parents", "value": "[]", "message": "too long"}
-
 
 def test_an_error_of_the_engine_is_raised_as_what_it_is(c: Choreography, llm: Any) -> None:
     llm.llm_engine.refuse["bad"] = REPORT
@@ -592,250 +431,3 @@ def test_the_baseline_leaves_stop_strings_to_vllm(llm: Any) -> None:
     answer = c.decode("a", sampling_params=SamplingParams(max_tokens=9, stop=["e"]))
     assert len(llm.llm_engine.prompts) == 1
     assert (answer.token_ids, answer.finish_reason) == ((97, 100, 101), "stop")
-
-
-# -- async ---------------------------------------------------------------------------------------
-
-
-class FakeQueue:
-    """The outputs of one request, one per turn of the event loop."""
-
-    def __init__(self, engine: FakeEngine, request_id: str) -> None:
-        self.engine, self.request_id = engine, request_id
-
-    def get_nowait(self) -> None:
-        return None
-
-    async def get(self) -> Any:
-        await asyncio.sleep(0)
-        return self.engine.advance(self.request_id)
-
-    def close(self) -> None:
-        pass
-
-
-class FakeAsyncLLM:
-    def __init__(self) -> None:
-        self.llm_engine = FakeEngine()
-        self.vllm_config = self.llm_engine.vllm_config
-        self.get_tokenizer = FakeTokenizer
-        self.engine_core = None  # one engine
-
-    async def add_request(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: Any,
-        lora_request: Any = None,
-        data_parallel_rank: int | None = None,
-    ) -> FakeQueue:
-        assert data_parallel_rank is None
-        await asyncio.sleep(0)
-        if prompt["prompt_token_ids"] == [ord("!")]:
-            raise UnsupportedVersionError("no")
-        self.llm_engine.add_request(request_id, prompt, params, lora_request)
-        return FakeQueue(self.llm_engine, request_id)
-
-    async def abort(self, request_id: str, internal: bool) -> None:
-        assert internal
-        self.llm_engine.abort_request([request_id])
-
-
-def in_session(
-    program: Callable[[AsyncChoreography, FakeEngine], Any], mode: str = "choreo"
-) -> FakeEngine:
-    llm = FakeAsyncLLM()
-
-    async def run() -> None:
-        async with AsyncChoreography(llm, mode=mode) as c:
-            await program(c, llm.llm_engine)
-            await asyncio.sleep(0)
-            assert not llm.llm_engine.running, "nothing is left running"
-
-    asyncio.run(run())
-    return llm.llm_engine
-
-
-def test_async_methods_agree_with_the_sync_ones() -> None:
-    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        doc = await c.prefill("doc")
-        answers = await c.decode(
-            [{"header": "a", "parents": [doc]}, {"header": "b"}], sampling_params=Two
-        )
-        assert [answer.text for answer in answers] == ["ade", "bde"]
-        assert 0 < answers[0].metrics.ttft < answers[0].metrics.latency
-        await c.free(doc)
-        assert await c.stats() == {"num_messages": 1}
-        with pytest.raises(FreedMessageError):
-            await c.decode("a", parents=[doc])
-        with pytest.raises(TypeError, match="parent"):
-            await c.decode("a", parent=doc)
-        with pytest.raises(TypeError, match="sampling_params"):
-            await c.prefill("a", sampling_params=Two)
-        with pytest.raises(UnsupportedVersionError):
-            await c.decode([{"header": "a"}, {"header": "!"}])
-
-    engine = in_session(program)
-    assert [operation[0] for operation in engine.operations] == ["free", "stats", "close"]
-
-
-def test_a_parent_may_still_be_generated() -> None:
-    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        draft = await c.submit(header="a", save_as="draft", sampling_params=Two)
-        review = await c.submit(header="b", parents=[draft, "draft"], sampling_params=Two)
-        assert [text_of(prompt) for prompt in engine.prompts] == ["a", "b"], "both are submitted"
-        with pytest.raises(ChoreoError, match="still being generated"):
-            await c.free(draft)
-        assert (await review).parents[0].id == (await draft).id == draft.id
-
-    in_session(program)
-
-
-def test_in_baseline_mode_the_client_waits_for_parents() -> None:
-    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        stop = SamplingParams(max_tokens=9, stop=["e"])
-        draft = await c.submit(header="a", sampling_params=stop)
-        child = await c.submit(header="b", parents=[draft], sampling_params=Two)
-        last = await c.submit(header="c", parents=[child], sampling_params=Two)
-        assert engine.prompts == []
-        assert (await last).text == "cde"
-        assert (await draft).token_ids == (97, 100, 101)
-        assert [text_of(prompt) for prompt in engine.prompts] == ["a", "adeb", "bdec"]
-
-    in_session(program, "baseline")
-
-
-def test_in_baseline_mode_a_child_of_a_failed_call_fails() -> None:
-    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        engine.vanish.add("bad")
-        bad = await c.submit(header="bad")
-        child = await c.submit(header="b", parents=[bad])
-        with pytest.raises(ParentFailedError):
-            await child
-        with pytest.raises(ChoreoError, match="ended the call"):
-            await bad
-        with pytest.raises(ParentFailedError):
-            await c.decode("c", parents=[child])
-
-    in_session(program, "baseline")
-
-
-def test_calls_of_one_request_may_name_one_another() -> None:
-    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        doc = await c.prefill("doc")
-        calls = [
-            {"header": "a", "parents": [doc], "save_as": "draft", "sampling_params": Two},
-            {"tokens": "b", "parents": ["draft"], "save_as": "note"},
-            {"copy_of": doc, "parents": ["note"]},
-        ]
-        for wrong in ({"header": "c", "tokens": "d"}, {"header": "c", "parents": ["nobody"]}):
-            with pytest.raises(ChoreoError):
-                await c.submit_all([*calls, wrong])
-        assert len(engine.prompts) == 1
-        draft, note, copy = [await pending for pending in await c.submit_all(calls)]
-        assert [text_of(prompt) for prompt in engine.prompts[1:]] == ["a", "b", "doc"]
-        assert wire_of(engine.prompts[2])["parents"] == [[draft.id, None, None]]
-        assert wire_of(engine.prompts[3])["copy_of"] == doc.id
-        assert copy.provenance == {doc.id, note.id, draft.id} and note.text == "b"
-
-    in_session(program)
-
-
-def test_a_request_of_the_callers_own_makes_a_message() -> None:
-    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        pending = c.begin("ab", sampling_params=Two, save_as="mine")
-        child = await c.submit(header="c", parents=["mine"], sampling_params=Two)
-        params = pending.call.params.apply(pending.call.sampling_params)
-        prompt = {"prompt_token_ids": list(pending.call.token_ids)}
-        engine.add_request("own", prompt, params)
-        await c.submitted(pending, FakeQueue(engine, "own"))
-        engine.advance("own")
-        output = engine.advance("own")
-        message = await c.conclude(pending, Outcome(output, Metrics(0.0, None, 1.0, 2.0)))
-        assert message.text == "abde" and c.message("mine") is message
-        assert (await child).parents[0].id == message.id
-
-    in_session(program)
-
-
-@pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
-def test_a_request_of_the_callers_own_is_aborted_with_its_call(is_late: bool) -> None:
-    """Also if the engine has it only after the call was ended."""
-
-    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        stopping = SamplingParams(stop=["e"])
-        pending = c.begin("x", sampling_params=stopping)
-        engine.add_request("own", {"prompt_token_ids": [120]}, stopping)
-        if is_late:
-            await c.cancel([pending])
-        await c.submitted(pending, FakeQueue(engine, "own"))
-        if not is_late:
-            await c.cancel([pending])
-        assert engine.aborted == ["own"] and not engine.running
-        assert engine.operations == [("end", c.session, pending.id, 0, "own")]
-        with pytest.raises(ChoreoError, match="ended"):
-            await pending
-
-    in_session(program)
-
-
-@pytest.mark.parametrize(("name", "limit"), [("messages", 2), ("tokens", 8)])
-def test_a_session_keeps_to_its_limits(llm: Any, name: str, limit: int) -> None:
-    limits = {"max_messages_per_session": 99, "max_tokens_per_session": 99}
-    limits[f"max_{name}_per_session"] = limit
-    session = Session(
-        FakeTokenizer(), vllm_config(), SessionOptions(limits=SimpleNamespace(**limits))
-    )
-    (a,) = session.plan([CallSpec("prefill", "abc")])
-    session.entries.finished(a, ChoreoError("failed"))
-    specs = linked_specs([{"tokens": "abcd", "save_as": "a"}, {"tokens": "efgh"}])
-    first = session.plan(specs, linked=True)
-    with pytest.raises(LimitError, match=name):
-        session.plan([CallSpec("prefill", "x")])
-    session.entries.freed([first[0].id])
-    session.plan([CallSpec("prefill", "x")])
-
-
-def test_streamed_pieces_make_up_the_message() -> None:
-    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        params = SamplingParams(max_tokens=4)
-        pieces = [piece async for piece in c.stream_decode("a", sampling_params=params)]
-        message = pieces[-1].message
-        assert message is not None and [piece.message for piece in pieces[:-1]].count(None) >= 2
-        assert "".join(piece.text for piece in pieces) == message.generated_text == "defg"
-        assert sum((piece.token_ids for piece in pieces), ()) == message.generated_token_ids
-        assert (await c.decode("b", parents=[message], sampling_params=Two)).text == "bde"
-
-    in_session(program)
-
-
-def test_leaving_a_stream_ends_the_call() -> None:
-    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        stream = c.stream_decode("a", save_as="a", sampling_params=SamplingParams(max_tokens=50))
-        async for _ in stream:
-            break
-        await stream.aclose()
-        assert engine.aborted == [f"{c.session}/a"]
-        with pytest.raises(ParentFailedError):
-            await c.decode("b", parents=["a"])
-
-    in_session(program)
-
-
-def test_a_cancelled_call_is_ended_and_so_is_everything_at_close() -> None:
-    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        long = SamplingParams(max_tokens=10_000)
-        call = asyncio.create_task(c.decode("a", save_as="a", sampling_params=long))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert engine.aborted == [f"{c.session}/a"]
-        pending = await c.submit(header="b", save_as="b", sampling_params=long)
-        await c.close()
-        assert engine.aborted == [f"{c.session}/a", f"{c.session}/b"]
-        with pytest.raises(ChoreoError, match="ended"):
-            await pending
-
-    in_session(program)

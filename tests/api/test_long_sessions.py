@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions that run for weeks: what they keep of freed messages and of failed calls is bounded.
 
-The facades run on the fake engine of `test_client.py`, which keeps nothing itself.
+The facades run on the fake engine of `fakes.py`, which keeps nothing itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.test_facades import REPORT, Two, _operations, make_llm  # noqa: F401
+from tests.api.fakes import REPORT, Two, make_llm
 from vllm_choreo import Choreography
 from vllm_choreo.api import entries
 from vllm_choreo.errors import (
@@ -30,6 +30,8 @@ from vllm_choreo.errors import (
 )
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.wire.messages import message_json
+
+pytestmark = pytest.mark.usefixtures("operations")
 
 
 @pytest.fixture

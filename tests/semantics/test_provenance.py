@@ -16,13 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 
-from tests.api.test_facades import (
-    FakeAsyncLLM,
-    Two,
-    _operations,  # noqa: F401
-    make_llm,
-    wire_of,
-)
+from tests.api.fakes import FakeAsyncLLM, Two, make_llm, record_operations, wire_of
 from tests.engine.scheduler.test_calls import _open, _run
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.engine.scheduler.call_table import CallTable
@@ -41,6 +35,11 @@ from vllm_choreo.store.store import MessageStore
 @pytest.fixture
 def llm() -> Any:
     return make_llm()
+
+
+@pytest.fixture(autouse=True)
+def _operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_operations(monkeypatch)
 
 
 def _names(ids: Any) -> set[str]:

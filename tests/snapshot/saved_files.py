@@ -13,13 +13,17 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from vllm_choreo.errors import UnknownKeptError
 from vllm_choreo.snapshot import saving, storage
+from vllm_choreo.snapshot.loading import loading
 from vllm_choreo.snapshot.manifest import FORMAT, manifest_bytes, read_manifest, tenant_digest
+from vllm_choreo.snapshot.origin import Origin
+from vllm_choreo.snapshot.steps import Ask, drive
 from vllm_choreo.snapshot.storage import SnapshotFolder
 from vllm_choreo.snapshot.tensors import KVShape, header_bytes
 
@@ -107,6 +111,68 @@ def _killed(at: str, uri: str) -> None:
     }
     setattr(*where[at], die)
     save(uri, 2)
+
+
+class _Engine:
+    """What a load asks for.
+
+    Args:
+        overtaken: is called with the token of the manifest that was read.
+
+    Attributes:
+        written: keys and values.
+    """
+
+    def __init__(self, overtaken: Callable[[int], None]) -> None:
+        self.written = b""
+        self._overtaken = overtaken
+
+    def answer(self, ask: Ask) -> Any:
+        name, *args = ask.args
+        if ask.what == "session":
+            return name(*args)
+        if name == "snapshot_begin":
+            self._overtaken(args[2]["encodings"][0]["tokens"][0])
+        if name == "choreo_write_kv":
+            self.written += bytes(args[0])
+        return {
+            "choreo_kv_shape": [
+                {
+                    "dtype": "float32",
+                    "layers": [[1, 4, 4]],
+                    "groups": [0],
+                    "scales": [],
+                    "hidden": ["float32", 0],
+                    "states": [],
+                },
+            ],
+            "snapshot_begin": 0,
+            "snapshot_allocate": {
+                "blocks": [[0]],
+                "firsts": [0],
+                "in_host": False,
+                "hidden": None,
+                "state": None,
+            },
+        }.get(name)
+
+
+def load_whole(uri: str, overtaken: Callable[[int], None]) -> tuple[int, bytes]:
+    """The token of the message that is kept, and its keys and values."""
+    engine, target = (
+        _Engine(overtaken),
+        Origin("new", tenant_digest("a"), MODEL, num_ranks=1, num_heads=1),
+    )
+
+    def names_of(session: str, ids: Sequence[str]) -> dict[str, str]:
+        return {message_id: f"new/{message_id}" for message_id in ids}
+
+    steps = loading(
+        *(SnapshotFolder(uri), target, "a", names_of),
+        *(lambda messages: None, lambda: None, "refuse", False),
+    )
+    (message,) = drive(steps, engine.answer).messages
+    return message.token_ids[0], engine.written
 
 
 if __name__ == "__main__":
