@@ -26,7 +26,7 @@ CAPTURE_SIZES = [1, 2, 4]
 # Of steps, by the largest mode of CUDA graphs that they may take.
 _KINDS = {"FULL": "ordinary", "PIECEWISE": "choreographed", "NONE": "keeping hidden states"}
 # The full graphs of choreographed steps.
-_PLANNED = "by full graphs of its own"
+PLANNED = "by full graphs of its own"
 _OPTIONS: Mapping[str, Any] = {
     "max_model_len": 1024,
     "num_gpu_blocks_override": 160,
@@ -144,12 +144,12 @@ def run(name: str, double: DeviceDouble) -> Report:
 
         path = make_tiny_model(case.model, Path(folder))
         try:
-            llm = _start(path, case, double)
-            runner = _runner(llm)
+            llm = start(path, case.options, case.settings, double)
+            runner = runner_of(llm)
             found = {layer.attn_backend.get_name() for layer in runner.layers.values()}
             report.backends = sorted(found)
             runner.batcher.min_saved_bytes = 0  # tiny models read together, too
-            _watch(runner, report, double)
+            watch(runner, report, double)
             report.num_captures = streams.CUDAGraph.num_captures
             _measure(llm, path, case, report)
         except Exception as error:  # of any kind: it is the finding
@@ -160,7 +160,14 @@ def run(name: str, double: DeviceDouble) -> Report:
     return report
 
 
-def _start(path: Path, case: Case, double: DeviceDouble) -> LLM:
+def start(
+    path: Path, options: Mapping[str, Any], settings: Mapping[str, Any], double: DeviceDouble
+) -> LLM:
+    """Start an engine on the double.
+
+    Args:
+        options, settings: see `Case`.
+    """
     from vllm.utils import gpu_sync_debug
 
     import vllm_choreo
@@ -179,17 +186,18 @@ def _start(path: Path, case: Case, double: DeviceDouble) -> LLM:
     return LLM(
         str(path),
         compilation_config=compilation,
-        additional_config={"choreo": dict(case.settings)},
-        **{**_OPTIONS, **case.options},
+        additional_config={"choreo": dict(settings)},
+        **{**_OPTIONS, **options},
     )
 
 
-def _runner(llm: LLM) -> Any:
+def runner_of(llm: LLM) -> Any:
+    """Model runner of an engine in this process."""
     core: Any = llm.llm_engine.engine_core
     return core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def _watch(runner: Any, report: Report, double: DeviceDouble) -> None:
+def watch(runner: Any, report: Report, double: DeviceDouble) -> None:
     """Count the steps by kind and graph; from now on waits in them are noted."""
     from vllm.utils import gpu_sync_debug
 
@@ -199,7 +207,7 @@ def _watch(runner: Any, report: Report, double: DeviceDouble) -> None:
         chosen = dispatch(*args, **kwargs)
         mode = chosen[0] if isinstance(chosen, tuple) else chosen.cg_mode
         if getattr(runner.graphs, "is_planned", False):
-            report.steps["choreographed", _PLANNED] += 1
+            report.steps["choreographed", PLANNED] += 1
         elif runner._in_step:
             kind = _KINDS[runner.graphs.max_mode.name]
             report.steps[kind, mode.name] += 1
@@ -232,7 +240,7 @@ def _wrong(case: Case, report: Report) -> Iterator[str]:
             expected["keeping hidden states"] = {"NONE"}
         if case.settings.get("full_cuda_graphs"):
             # The rest has more tokens than a graph: what decodes takes one of its own.
-            expected["choreographed"] = {_PLANNED, "NONE"}
+            expected["choreographed"] = {PLANNED, "NONE"}
         for kind, wanted in expected.items():
             if not wanted <= modes.get(kind, set()):
                 yield f"{kind} steps took the graphs {sorted(modes.get(kind, set()))}"

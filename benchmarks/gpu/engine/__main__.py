@@ -3,6 +3,7 @@
 
     python -m benchmarks.gpu.engine laws           tiny models: runners, dtypes, MLA
     python -m benchmarks.gpu.engine workflows      a model shaped like Llama-3.1-8B, random weights
+    python -m benchmarks.gpu.engine workflows --shape 1b --full-graphs     without them, then with
     python -m benchmarks.gpu.engine workflows --shape tiny      on a CPU, too: proves the logic
 
 Each engine is a process. Both sides of a workflow take turns on one engine: choreographed, and as
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.engine.tables import TABLES
-from benchmarks.gpu.engine.workflows import SHAPES
+from benchmarks.gpu.engine.workflows import DEFAULT_SHAPE, SHAPES
 from benchmarks.harness.record import command_line, machine, write_csv
 
 # Model, runner, dtype, settings of the plugin.
@@ -36,6 +37,8 @@ LAWS: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
     ("llama", "v1", "float32", {"reposition": "in_place"}),
     ("llama", "v2", "bfloat16", {}),
     ("deepseek_v3", "v2", "float32", {}),
+    ("llama", "v2", "float32", {"full_cuda_graphs": True}),
+    ("deepseek_v3", "v2", "float32", {"full_cuda_graphs": True}),
 )
 _NO_GPU = "no GPU: proves the logic, measures nothing"
 _ENVIRONMENT = {
@@ -72,23 +75,42 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("part", nargs="?", choices=("laws", "workflows"), default="laws")
-    parser.add_argument("--shape", choices=[*SHAPES], default="8b")
+    parser.add_argument("--shape", choices=[*SHAPES], default=DEFAULT_SHAPE)
     parser.add_argument("--answer-tokens", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=3, help="of each workflow and side")
+    parser.add_argument(
+        "--full-graphs",
+        action="store_true",
+        help="time another engine, too, in which choreographed steps replay full CUDA graphs",
+    )
     parser.add_argument("--stand-ins", action="store_true", help="for a vLLM of another build")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.full_graphs and args.child is None and not _has_gpu():
+        parser.error("--full-graphs needs a GPU: leave it out")
+    return args
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     common = {"part": args.part, "stand_ins": args.stand_ins}
     if args.part == "laws":
         for model, runner, dtype, settings in LAWS:
+            if settings.get("full_cuda_graphs") and not _has_gpu():
+                print(f"no GPU: {model} with full CUDA graphs is left out")
+                continue
             case = {"model": model, "runner": runner, "dtype": dtype, "settings": settings}
             yield {**common, **case}
     else:
         sizes = {"answer_tokens": args.answer_tokens, "repeats": args.repeats}
-        yield {**common, **sizes, "shape": args.shape, "runner": "v2"}
+        for is_full in (False, True)[: 1 + args.full_graphs]:
+            engine = {"shape": args.shape, "runner": "v2", "full_graphs": is_full}
+            yield {**common, **sizes, **engine}
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _run(job: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def rows(job: Mapping[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     names = [*LAWS, "oracle"] if dtype == "float32" else []
     names += ["kept"] if job["settings"].get("hidden_memory_gib") else []
     case = {
-        "model": model,
+        "model": f"{model}, full graphs" if job["settings"].get("full_cuda_graphs") else model,
         "runner": job["runner"].upper(),
         "dtype": dtype,
         "attention": "/".join(sorted({type(x.impl).__name__ for x in runner.layers.values()})),

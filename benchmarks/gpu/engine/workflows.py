@@ -16,6 +16,7 @@ from benchmarks.harness.stats import median
 from benchmarks.harness.turns import in_turn
 
 MODES = ("choreo", "baseline")
+DEFAULT_SHAPE = "8b"
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         "hidden_size": 4096,
@@ -24,6 +25,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
     },
     "tiny": {
         "hidden_size": 256,
@@ -45,13 +54,21 @@ def rows(job: Mapping[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     The first one of each, which compiles what is not compiled yet, does not count.
 
     Args:
-        job: shape of the model, tokens of an answer, repetitions.
+        job: shape of the model, tokens of an answer, repetitions, whether choreographed steps
+            replay full CUDA graphs.
     """
     from vllm import LLM
 
     from benchmarks.harness.engine import empty_caches
 
-    llm = LLM(str(_make_model(job["shape"], folder)), **_options(job["shape"]))
+    settings = {"full_cuda_graphs": True} if job["full_graphs"] else {}
+    llm = LLM(
+        str(_make_model(job["shape"], folder)),
+        additional_config={"choreo": settings},
+        **_options(job["shape"]),
+    )
+    of_engine = [job["shape"]] if job["shape"] != DEFAULT_SHAPE else []
+    of_engine += ["full graphs"] if settings else []
     for name, workflow in _workflows(llm, job).items():
         runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
         for number in range(job["repeats"] + 1):
@@ -60,7 +77,12 @@ def rows(job: Mapping[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
                 found = workflow(mode)
                 runs[mode] += [found] if number else []
         for mode, of_mode in runs.items():
-            row: dict[str, Any] = {"workflow": name, "mode": mode, "repetitions": len(of_mode)}
+            full_name = ", ".join([name, *of_engine])
+            row: dict[str, Any] = {
+                "workflow": full_name,
+                "mode": mode,
+                "repetitions": len(of_mode),
+            }
             for column in of_mode[0]:
                 values = [run[column] for run in of_mode]
                 row[column] = round(median(values), 4)
