@@ -144,7 +144,7 @@ class StageWriter:
         for run, begin, end in batch:
             assert run.key is not None, "a run that begins in the middle has a key"
             found.append(self._memory.rows(run.key, layer, run.start + begin, run.start + end))
-        return torch.cat(found).to(self._batcher.device)
+        return to_device(torch.cat(found), self._batcher.device)
 
 
 def batches(runs: Sequence[StageRun], max_tokens: int) -> Iterator[list[_Piece]]:
