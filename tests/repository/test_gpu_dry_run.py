@@ -228,8 +228,9 @@ span_batcher.to_device = lambda tensor, device: tensor
     ),
     "a full graph in a choreographed step": (
         """
-from vllm_choreo.engine.worker.v2_runner import ChoreoGPUModelRunnerV2 as runner
-runner._guard_graphs = lambda self: None
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm_choreo.engine.worker.v2_graphs import ChoreoCudaGraphManager
+ChoreoCudaGraphManager.dispatch = ModelCudaGraphManager.dispatch
 """,
         "a choreographed step replayed vLLM's own attention",
     ),
