@@ -35,7 +35,12 @@ SHARES_NEXT = pytest.StashKey[bool]()
 _GRACE_SECONDS = 60.0
 # Hundreds of choreographies each with `--all`, or a kernel's rows one by one in Triton's
 # interpreter, and a file is run by one process.
-_LONGEST = (*("test_feature_machine.py", "test_gpu_path.py", "test_random.py", "test_repair.py"),)
+_LONGEST = (
+    "test_feature_machine.py",
+    "test_gpu_path.py",
+    "test_random.py",
+    "test_repair.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -116,9 +116,8 @@ def _measure(num_requests: int, num_spans: int) -> Iterator[tuple[str, float]]:
     yield "a decode step", _us(engine.step, 30)
     yield "of it planning", _us(engine.plan, 100)
     yield "of it a layer", _us(engine.run_layers, 30) / NUM_LAYERS
-    if engine.make_room():
-        engine.plan_for_graph()
-        yield "a decode step by a full graph of its own", _us(engine.plan_for_graph, 100)
+    engine.plan_for_graph()
+    yield "a decode step by a full graph of its own", _us(engine.plan_for_graph, 100)
 
     def replace_one() -> None:
         engine.start(["0"])
@@ -130,13 +129,12 @@ def _measure(num_requests: int, num_spans: int) -> Iterator[tuple[str, float]]:
 
     yield "planning where a request starts", _us(replace_one, 5)
     yield "planning where all start", _us(replace_all, 3)
-    if engine.has_room:
 
-        def replace_one_in_graph() -> None:
-            engine.start(["0"])
-            engine.plan_for_graph()
+    def replace_one_in_graph() -> None:
+        engine.start(["0"])
+        engine.plan_for_graph()
 
-        yield "by a full graph, where a request starts", _us(replace_one_in_graph, 5)
+    yield "by a full graph, where a request starts", _us(replace_one_in_graph, 5)
 
 
 def _us(call: Callable[[], object], repeats: int) -> float:
@@ -166,6 +164,7 @@ class _Engine:
         kinds = [LayerKind(rotation, shape, 4096)]
         self.batcher = SpanBatcher(_BLOCK, kinds, is_tiled=True, workspace=workspace)
         self.names = [str(r) for r in range(num_requests)]
+        self.batcher.make_room(num_requests)
         self.num_spans = num_spans
         self.rows = self._rows(num_requests, num_spans)
         self.table = torch.tensor(self.rows, dtype=torch.int32)
@@ -212,13 +211,6 @@ class _Engine:
 
     def plan(self) -> None:
         self.plans = self.batcher.batch(self._step())
-
-    def make_room(self) -> bool:
-        """Make room for plans of full graphs; returns whether this checkout has any."""
-        self.has_room = hasattr(self.batcher, "make_room")
-        if self.has_room:
-            self.batcher.make_room(len(self.names))
-        return self.has_room
 
     def plan_for_graph(self) -> None:
         """Do all that the host does for a step that replays a full graph, but replay it."""

@@ -59,7 +59,7 @@ def check_full_graphs(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
     for reason, is_so in reasons.items():
         if is_so:
             raise UnsupportedOptionError(
-                f"{reason}: leave it out, then choreographed steps take piecewise graphs",
+                f"{reason}: leave it out; where there are piecewise graphs, steps take these",
                 parameter="additional_config.choreo.full_cuda_graphs",
                 value=True,
             )

@@ -117,11 +117,7 @@ class TileRoom:
             for name in _OF_CLASSES:
                 array = getattr(one, name)
                 self._in(host, name, one.num_rows)[: len(array)] = array
-        self._buffer.copy_(self._on_its_way(host), non_blocking=True)
-
-    def _on_its_way(self, host: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(host)
-        return tensor if self._device.type == "cpu" else tensor.pin_memory()
+        self._buffer.copy_(send(host, self._device))
 
     def _tiles(self, num_requests: int) -> Tiles:
         """Plan as a graph of so many requests reads it; the same object for the same number."""

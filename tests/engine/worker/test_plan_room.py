@@ -98,7 +98,7 @@ def test_graphs_read_what_each_step_planned(monkeypatch: pytest.MonkeyPatch) -> 
         expected = fresh.batch(step, always=True)
         num_requests = 2 if len(names) <= 2 else 4
         num_filled.clear()
-        batcher.batch(replace_graph(step, num_requests), always=True)
+        batcher.batch(step._replace(graph_requests=num_requests), always=True)
         counts.append(len(num_filled))
         for index, kind in enumerate(_KINDS):
             found = _attend(captured[num_requests][index], kind, num_requests, "triton")
@@ -107,10 +107,6 @@ def test_graphs_read_what_each_step_planned(monkeypatch: pytest.MonkeyPatch) -> 
             assert (found[len(names) :] == 7.0).all()
     # A group of layers each time that the batch was another one.
     assert counts == [2, 2, 0, 2, 2, 0, 2, 2]
-
-
-def replace_graph(step: StepBatch, num_requests: int) -> StepBatch:
-    return step._replace(graph_requests=num_requests)
 
 
 def test_what_does_not_fit_takes_no_graph() -> None:

@@ -21,7 +21,7 @@ class HostBlocks:
 
     With a GPU the copies run in the order of its other work, and nothing waits for them. Blocks are
     gathered there, so that those which lie side by side in host memory are one copy: 63 blocks of
-    32 layers would be 2,016, of some microseconds of the host each.
+    32 layers would be 2,016.
 
     Args:
         kv_caches: one per layer, `[num_blocks, ...]`, any dtype, strides and device; layers of
@@ -78,15 +78,17 @@ class HostBlocks:
             pairs: pairs (block of the KV cache, block of the host).
         """
         ordered = sorted(pairs, key=lambda pair: pair[1])
+        if not ordered:
+            return
+        blocks, host_blocks = zip(*ordered, strict=True)
+        all_ids = to_device(torch.tensor(blocks), self._pairs[0][0].device)
         for cache, copies in self._pairs:
             most = max(1, _STAGED_BYTES // (cache[0].numel() * cache.element_size()))
             for begin in range(0, len(ordered), most):
-                chosen = ordered[begin : begin + most]
-                blocks = torch.tensor([block for block, _ in chosen])
-                ids = to_device(blocks, cache.device)
-                size = (len(chosen), *cache.shape[1:])
+                ids = all_ids[begin : begin + most]
+                size = (len(ids), *cache.shape[1:])
                 staged = cache.new_empty(size) if is_load else cache.index_select(0, ids)
-                for first, stop, host_block in _runs([host_block for _, host_block in chosen]):
+                for first, stop, host_block in _runs(host_blocks[begin : begin + most]):
                     here, there = staged[first:stop], copies[host_block:][: stop - first]
                     if is_load:
                         here.copy_(there, non_blocking=True)

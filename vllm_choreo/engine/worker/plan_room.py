@@ -25,7 +25,7 @@ class PlanRoom:
         device, workspace: see `SpanPlan`.
 
     Attributes:
-        num_spans: the most that a step has, own spans included.
+        num_requests, num_spans: the most that a step has, own spans included.
     """
 
     def __init__(

@@ -273,10 +273,10 @@ class _CutFor:
         self._known: tuple[object, SharedReads | None, bytes] = (None, None, b"")
         self._most_own: np.ndarray = np.empty(0, dtype=np.int32)  # up to which the tiles serve
 
-    def is_new(
+    def renew(
         self, columns: object, reads: SharedReads | None, queries: bytes, own: np.ndarray
     ) -> bool:
-        """Return whether tiles must be cut, and remember that they are.
+        """Remember a batch; return whether tiles must be cut for it.
 
         Args:
             columns: columns of the spans, by identity.
@@ -329,7 +329,7 @@ class _GroupBatcher:
         self._reads_for: np.ndarray = np.empty(0, dtype=np.int32)  # `counted_queries`
         self._reads_queries: bytes | None = None  # None: the spans were laid out since
         self._tiles: dict[LayerShape, Tiles] = {}
-        self._tiled_for, self._in_room_for = _CutFor(), _CutFor()
+        self._tiled_for, self._room_for = _CutFor(), _CutFor()
         self.room: PlanRoom | None = None
 
     def make_room(self, num_requests: int) -> None:
@@ -394,7 +394,7 @@ class _GroupBatcher:
         queries = step.query_start_loc.numpy().tobytes()
         reads = self._reads_of(step, spans, queries) if is_planned else None
         if step.graph_requests is not None:
-            return self._in_room(step, spans, reads, own, queries)
+            return self._fill_room(step, spans, reads, own, queries)
         tiles = self._tiles_of(step, spans, reads, own, queries) if self.is_tiled else {}
         return {
             index: SpanPlan(
@@ -430,7 +430,7 @@ class _GroupBatcher:
         queries: bytes,
     ) -> dict[LayerShape, Tiles]:
         """Tiles of each shape of a layer, cut anew where the last step's do not serve."""
-        if self._tiled_for.is_new(self._columns, reads, queries, own):
+        if self._tiled_for.renew(self._columns, reads, queries, own):
             from vllm_choreo.ops.triton import make_tiles
 
             self._tiles = {
@@ -441,7 +441,7 @@ class _GroupBatcher:
         own_tokens = step.device_seq_lens - self._device_bases
         return {shape: tiles.with_own_tokens(own_tokens) for shape, tiles in self._tiles.items()}
 
-    def _in_room(
+    def _fill_room(
         self,
         step: StepBatch,
         spans: SpanBatch,
@@ -451,7 +451,7 @@ class _GroupBatcher:
     ) -> dict[int, SpanPlan]:
         """Have the graph that the step replays read its spans."""
         assert self.room is not None and step.graph_requests is not None
-        if self._in_room_for.is_new(self._columns, reads, queries, own):
+        if self._room_for.renew(self._columns, reads, queries, own):
             self.room.fill(step.graph_requests, spans, reads, self._cos_sin)
         assert step.device_seq_lens is not None
         self.room.set_own_tokens(step.device_seq_lens, self._device_bases)

@@ -83,9 +83,8 @@ class PlannedGraphManager(ModelCudaGraphManager, _CaptureOfPlans):
         self,
         running: Callable[[int], AbstractContextManager[None]],
         *args: object,
-        **kwargs: object,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args)
         self.running = running
 
     @property
