@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from vllm_choreo.testing.laws import largest
+
 TOLERANCE = 1e-3  # of log-probabilities in float32
 
 
@@ -20,7 +22,7 @@ def logprobs_of(generated: Iterable[Any], token: int) -> list[float]:
 
 def require_alike(name: str, ours: Iterable[float], theirs: Iterable[float]) -> None:
     """Raises SystemExit: log-probabilities of what should be the same differ."""
-    worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    worst = largest(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     print(f"{name}: log-probabilities within {worst:.1e}", flush=True)
     if worst > TOLERANCE:
         raise SystemExit(f"{name}: the sides differ by {worst}: nothing timed")

@@ -31,6 +31,7 @@ from tests.engine.fp8_kernels import truncated
 from tests.engine.oracle import Encoded, Oracle, Parent
 from tests.engine.weighed_oracle import WeighedOracle
 from tests.ops.cases import number_of
+from vllm_choreo.testing.laws import largest
 
 # Of log-probabilities, between the engine and the dense pass over what the engine has stored.
 READ_TOLERANCE = 2e-3
@@ -328,7 +329,7 @@ class Witness:
         worst = 0.0
         for row, entries in zip(rows, logprobs, strict=False):
             found = {token: float(row[token]) for token in entries}
-            worst = max(worst, *(abs(found[t] - e.logprob) for t, e in entries.items()))
+            worst = largest([worst, *(abs(found[t] - e.logprob) for t, e in entries.items())])
         if not seen.is_again:
             assert worst < READ_TOLERANCE, f"{name}: log-probabilities differ by {worst:.1e}"
         return worst

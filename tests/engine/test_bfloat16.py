@@ -24,6 +24,7 @@ from vllm import SamplingParams
 from tests.engine.choreographies import Draw, check, draw_choreography
 from tests.engine.oracle import Oracle, whole
 from vllm_choreo import Choreography
+from vllm_choreo.testing.laws import largest
 
 _NOISE_FACTOR = 2.5
 _LENGTHS = (1, 20, 33, 64, 90, 130, 200, 260)
@@ -51,7 +52,7 @@ def _measure_noise(llm: Any, oracle: Oracle) -> float:
         rows = oracle.plain_logits([*prompt, *completion.token_ids]).log_softmax(-1)
         for row, reported in zip(rows[len(prompt) - 1 : -1], completion.logprobs, strict=True):
             for token_id, entry in reported.items():
-                worst = max(worst, abs(float(row[token_id]) - entry.logprob))
+                worst = largest([worst, abs(float(row[token_id]) - entry.logprob)])
     return worst
 
 

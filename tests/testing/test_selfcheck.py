@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput
 
 from vllm_choreo.testing import selfcheck
-from vllm_choreo.testing.laws import LAWS
+from vllm_choreo.testing.laws import LAWS, difference
 
 DOCS = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
 
@@ -25,15 +27,26 @@ def test_a_law_that_does_not_hold_is_told_and_counted(capsys: pytest.CaptureFixt
         "off": lambda: [1e-6, 6e-4],
         "other": lambda: [0.0, math.inf],
         "empty": lambda: [],
+        "no numbers": lambda: [0.0, math.nan, 1e-6],
     }
-    assert selfcheck.report(laws) == 3
+    assert selfcheck.report(laws) == 4
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert rows == [
         ["good", "4.0e-05", "ok"],
         ["off", "6.0e-04", "BROKEN"],
         ["other", "other", "tokens", "BROKEN"],
         ["empty", "other", "tokens", "BROKEN"],
+        ["no", "numbers", "other", "tokens", "BROKEN"],
     ]
+
+
+def test_answers_that_are_no_numbers_are_not_alike() -> None:
+    def answer(logprob: float) -> CompletionOutput:
+        entries = {token: Logprob(logprob) for token in range(5)}
+        return CompletionOutput(0, "", [0, 0], None, [entries, entries])
+
+    assert difference(answer(-1.0), answer(-1.5)) == 0.5
+    assert difference(answer(math.nan), answer(math.nan)) == math.inf
 
 
 @pytest.mark.parametrize(("num_broken", "said"), [(0, "all laws hold"), (2, "2 laws do not hold")])

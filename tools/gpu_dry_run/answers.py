@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_choreo import Choreography
 from vllm_choreo.testing import laws
-from vllm_choreo.testing.laws import LOGPROB_TOLERANCE, Subject, greedy
+from vllm_choreo.testing.laws import LOGPROB_TOLERANCE, Subject, greedy, largest
 from vllm_choreo.testing.models.tiny import VOCAB_SIZE
 from vllm_choreo.testing.reference import Made, Reference
 
@@ -42,7 +42,7 @@ def differences(llm: LLM, model: str, names: Sequence[str]) -> Iterator[tuple[st
     of_engine = {**laws.LAWS, "oracle": partial(laws.oracle, reference=reference), "kept": _kept}
     for name in names:
         found = of_engine[name](subject)
-        yield name, max(found), LOGPROB_TOLERANCE
+        yield name, largest(found), LOGPROB_TOLERANCE
 
 
 def _kept(subject: Subject) -> Iterator[float]:
@@ -61,7 +61,7 @@ def _in_16_bits(subject: Subject, reference: Reference) -> Iterator[tuple[str, f
     for parameter in reference._model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     prompts = [subject.tokens(length, length) for length in _LENGTHS]
-    noise = max(
+    noise = largest(
         _distance(reference.text_logits([*prompt, *found.token_ids]), len(prompt), found)
         for prompt, found in zip(prompts, subject.ordinary(prompts, 8), strict=True)
     )
@@ -79,7 +79,7 @@ def _in_16_bits(subject: Subject, reference: Reference) -> Iterator[tuple[str, f
                 tuple((m, 0, len(m.token_ids), at) for m, at in zip(made, places, strict=True))
             )
         answers = c.decode(calls, sampling_params=greedy(8))
-        worst = max(
+        worst = largest(
             _distance(
                 reference.logits(Made(answer.token_ids, parents, 150)),
                 answer.num_tokens - len(answer.generated_token_ids),
@@ -93,7 +93,7 @@ def _in_16_bits(subject: Subject, reference: Reference) -> Iterator[tuple[str, f
 def _distance(logits: Any, num_given: int, answer: Any) -> float:
     """Largest difference between reported log-probabilities and those of logits."""
     rows = logits[num_given - 1 :].log_softmax(-1)
-    return max(
+    return largest(
         abs(float(rows[i, token_id]) - entry.logprob)
         for i, entries in enumerate(answer.logprobs)
         for token_id, entry in entries.items()

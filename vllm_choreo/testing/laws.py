@@ -3,14 +3,14 @@
 
 A law says that two ways to the same answer agree. Each function here goes both ways and yields, for
 every pair of answers, the largest difference of their log-probabilities: infinite if the sampled
-tokens differ, or if a claim that comes with the law does not hold. In float32 all of them are below
-`LOGPROB_TOLERANCE`.
+tokens differ, if one is no number, or if a claim that comes with the law does not hold. In float32
+all of them are below `LOGPROB_TOLERANCE`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -75,14 +75,20 @@ def difference(left: Sampled, right: Sampled) -> float:
     """Largest difference of the log-probabilities of two answers; infinite if tokens differ."""
     if _token_ids(left) != _token_ids(right):
         return math.inf
-    largest = 0.0
+    found = [0.0]
     for a, b in zip(_logprobs(left), _logprobs(right), strict=True):
         # The fifth and sixth best may change places; at least the four best are in both.
         common = a.keys() & b.keys()
         if len(common) < _NUM_LOGPROBS - 1:
             return math.inf
-        largest = max(largest, *(abs(a[t].logprob - b[t].logprob) for t in common))
-    return largest
+        found += [abs(a[t].logprob - b[t].logprob) for t in common]
+    return largest(found)
+
+
+def largest(differences: Iterable[float]) -> float:
+    """Largest of some differences; infinite if one of them is no number, or there are none."""
+    found = list(differences)
+    return math.inf if not found or any(map(math.isnan, found)) else max(found)
 
 
 def _token_ids(answer: Sampled) -> tuple[int, ...]:
@@ -306,7 +312,7 @@ def _distance(answer: Message, made: Made, reference: Reference) -> float:
     if num_unlike_greedy(logits, num_given, generated):
         return math.inf
     rows = logits[num_given - 1 :].log_softmax(-1)
-    return max(
+    return largest(
         abs(float(rows[i, token_id]) - entry.logprob)
         for i, entries in enumerate(_logprobs(answer))
         for token_id, entry in entries.items()
