@@ -118,6 +118,7 @@ class ChoreoConfig:
             so that calls read messages in any order; False: they read chains alone.
         full_cuda_graphs: True if, on GPUs, steps in which choreographed requests decode replay full
             CUDA graphs of their own (docs/gpu.md).
+        flash_prefills: True if, on GPUs, FlashAttention runs long prefills (docs/gpu.md).
         max_copies_per_session, max_copied_tokens_per_session: copies, and their tokens, that the
             engine keeps for exact and repaired calls of a session; a parent of a copy counts as a
             token. Beyond that, copies that were not read for longest make room, and are encoded
@@ -140,6 +141,7 @@ class ChoreoConfig:
     tokens_per_state: _Count = 256
     composed_states: _Switch = False
     full_cuda_graphs: _Switch = False
+    flash_prefills: _Switch = False
     max_copies_per_session: _Count = 10_000
     max_copied_tokens_per_session: _Count = 10_000_000
     keep_key: str = ""

@@ -16,11 +16,12 @@ from benchmarks.gpu.measure import Clock, Floors, measure_floors
 from benchmarks.gpu.report import Bar, Report, Sheet
 from benchmarks.harness.stats import median, spread
 from vllm_choreo.ops import SharedReads
+from vllm_choreo.ops.flash_prefills import FlashPrefills
 
 MODELS = {"Llama-3.1-8B": Heads(32, 8, 128), "Qwen3-14B": Heads(40, 8, 128)}
-SIDES = ("grouped", "ungrouped", "SDPA", "FlexAttention", "xformers")
+SIDES = ("grouped", "ungrouped", "flash_prefills", "SDPA", "FlexAttention", "xformers")
 # Of the worst query against float64; rivals read copies that are rounded once more.
-TOLERANCE = {"grouped": 1e-2, "ungrouped": 1e-2}
+TOLERANCE = {"grouped": 1e-2, "ungrouped": 1e-2, "flash_prefills": 1e-2}
 RIVAL_TOLERANCE = 2e-2
 COLUMNS = (
     "model", "kind", "requests", "queries", "shared_tokens", "spans", "own_tokens",
@@ -139,12 +140,17 @@ class _Timer:
         if reads is not None:
             sides["grouped"] = _returning(inputs, reads, shape)
         sides["ungrouped"] = _returning(inputs, None, shape)
+        without = []
+        try:
+            if (prefills := inputs.prefills()) is not None:
+                sides["flash_prefills"] = _returning(inputs, None, shape, prefills)
+        except ImportError as error:
+            without.append(f"flash_prefills: {error}")
         makers: dict[str, Callable[[rivals.Copies], rivals.Side]] = {
             "SDPA": rivals.sdpa,
             "FlexAttention": rivals.flex,
             "xformers": rivals.xformers,
         }
-        without = []
         for name, make in makers.items():
             if self.rival_seconds <= 0 and name != "SDPA":
                 without.append(f"{name}: the time for compiling is used up (--rival-seconds)")
@@ -158,10 +164,15 @@ class _Timer:
         return sides, without
 
 
-def _returning(inputs: Inputs, reads: SharedReads | None, shape: torch.Size) -> rivals.Side:
+def _returning(
+    inputs: Inputs,
+    reads: SharedReads | None,
+    shape: torch.Size,
+    prefills: FlashPrefills | None = None,
+) -> rivals.Side:
     """Our call as one that returns its outputs."""
     output = torch.full_like(inputs.query, float("nan"))
-    call = inputs.ours(output, reads)
+    call = inputs.ours(output, reads, prefills=prefills)
 
     def side() -> torch.Tensor:
         call()
@@ -202,7 +213,7 @@ def _cells(row: Row, errors: Mapping[str, float]) -> dict[str, object]:
         "floor_part_grouped": row.floor_part("grouped"),
         "floor_part_ungrouped": row.floor_part("ungrouped"),
         "grouped_gain": row.gain("ungrouped", of="grouped"),
-        **{f"gain_on_{side}": row.gain(side) for side in SIDES[2:]},
+        **{f"gain_on_{side}": row.gain(side) for side in SIDES[3:]},
         "without": "; ".join(row.without),
     }  # fmt: skip
     for side, times in row.us.items():

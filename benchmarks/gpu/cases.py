@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -20,7 +21,13 @@ from vllm_choreo.ops import (
     plan_shared_reads,
     span_attention,
 )
-from vllm_choreo.ops.sharing import SharedReads
+from vllm_choreo.ops.flash_prefills import (
+    FlashPrefills,
+    first_prefill,
+    plan_prefills,
+    prefill_row_bytes,
+)
+from vllm_choreo.ops.sharing import PARTIAL_BYTES, SharedReads
 from vllm_choreo.ops.tiles import Tiles
 
 
@@ -112,6 +119,31 @@ class Inputs:
     def reads(self) -> SharedReads | None:
         return plan_shared_reads(self.batch, min_tokens=1)  # also in a dry run
 
+    def prefills(self) -> FlashPrefills | None:
+        """Requests that FlashAttention runs; None: none is long enough.
+
+        Raises:
+            ImportError: vLLM's FlashAttention is not installed.
+        """
+        kind, device = self.kind, self.query.device
+        heads, itemsize = kind.heads, kind.dtype.itemsize
+        row_bytes = prefill_row_bytes(heads.num_heads, heads.head_size, itemsize)
+        max_rows = PARTIAL_BYTES // row_bytes
+        first = first_prefill(self.batch, max_rows)
+        if first == self.batch.num_reqs or device.type != "cuda":
+            return None
+        from vllm.v1.attention.backends.fa_utils import (
+            flash_attn_varlen_func,
+            get_flash_attn_version,
+        )
+
+        attention = functools.partial(
+            flash_attn_varlen_func, fa_version=get_flash_attn_version(head_size=heads.head_size)
+        )
+        own = self.batch.num_tokens[self.batch.span_start_loc[1:].long() - 1].to(device)
+        batch = dataclasses.replace(self.batch, block_table=self.batch.block_table.to(device))
+        return plan_prefills(batch, first, attention, own, max_rows)
+
     def tiles(self, reads: SharedReads | None) -> Tiles:
         # Only here: Triton decides on import whether it compiles or interprets.
         from vllm_choreo.ops.triton import make_tiles
@@ -122,16 +154,24 @@ class Inputs:
         )  # fmt: skip
 
     def ours(
-        self, output: torch.Tensor, reads: SharedReads | None, tiles: Tiles | None = None
+        self,
+        output: torch.Tensor,
+        reads: SharedReads | None,
+        tiles: Tiles | None = None,
+        prefills: FlashPrefills | None = None,
     ) -> Callable[[], None]:
         """A call of the Triton kernels, planned already."""
+        if prefills is not None:
+            rest = dataclasses.replace(self, batch=prefills.rest_of(self.batch))
+            tiles = rest.tiles(reads)
         tiles = tiles or self.tiles(reads)
         device = self.query.device
         table = self.batch.block_table.to(device)
         batch = dataclasses.replace(self.batch, block_table=table)
         rotation = self.kind.rotation()
         cos_sin = rotation.cos_sin(self.batch.position_delta).to(device)
-        plan = SpanPlan(batch, cos_sin if self.kind.rotary_dim else None, reads, tiles)
+        cos_sin = cos_sin if self.kind.rotary_dim else None
+        plan = SpanPlan(batch, cos_sin, reads, tiles, prefills=prefills)
         layer = LayerAttention(
             self.scale, self.kind.is_neox, self.kind.softcap, self.alibi_slopes,
             layout=Layout.SIDE_BY_SIDE,

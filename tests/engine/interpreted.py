@@ -10,6 +10,7 @@ vLLM believes that Triton has a CPU backend; everything else is the real thing. 
     settings  additional_config["choreo"]
     seeds     of random choreographies, compared with the dense oracle
     pictures  whether the model is given some
+    flash     whether prefills count as long that are none, for FlashAttention in plain PyTorch
 
 CUDA graphs are chosen as on a GPU, and not replayed: of a full graph the batch runs eagerly, of a
 piecewise one with rows of padding. The last line printed is JSON: for each step whether it read
@@ -88,6 +89,8 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
         }
         # The kernel by which MLA stores rows on GPUs, and which vLLM has compiled.
         _custom_ops.concat_and_cache_mla = store_latents
+    if choices.get("flash"):
+        use_flash_attention()
     platform = type(current_platform)
     configure = platform.check_and_update_config
 
@@ -106,6 +109,16 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
     )
     core = llm.llm_engine.engine_core.engine_core
     return llm, core.model_executor.driver_worker.worker.model_runner
+
+
+def use_flash_attention() -> None:
+    """Give the layers of `ChoreoTritonBackend` a FlashAttention, for short prefills, too."""
+    from tests.ops.flash import flash_attention
+    from vllm_choreo.engine.worker.gpu_backends import ChoreoTritonImpl
+    from vllm_choreo.ops import flash_prefills
+
+    ChoreoTritonImpl.flash_attention = lambda self: flash_attention
+    flash_prefills.MIN_QUERIES, flash_prefills.MIN_SPAN_TOKENS = 3, 1
 
 
 def choose_graphs(runner: Any) -> list[str]:
@@ -141,9 +154,11 @@ def choose_graphs(runner: Any) -> list[str]:
     return modes
 
 
-def watch(batcher: Any, modes: list[str]) -> list[tuple[bool, str]]:
-    """Per step: whether it reads spans, and the graph that was chosen for it."""
-    steps: list[tuple[bool, str]] = []
+def watch(batcher: Any, modes: list[str]) -> list[tuple[bool, str, int]]:
+    """Per step: whether it reads spans, the graph that was chosen for it, and how many of its
+    requests FlashAttention runs.
+    """
+    steps: list[tuple[bool, str, int]] = []
     plan = batcher.batch
 
     def batch(step: Any, always: bool = False) -> Any:
@@ -156,7 +171,9 @@ def watch(batcher: Any, modes: list[str]) -> list[tuple[bool, str]]:
             spans = batcher._requests.get(request_id)
             num_parents = spans.base // batcher.block_size if spans else 0
             assert sent[r, :num_parents].tolist() == step.block_table[r, :num_parents].tolist()
-        steps.append((found is not None, modes[-1]))
+        prefills = found and found[0].prefills
+        taken = len(step.request_ids) - prefills.first_request if prefills else 0
+        steps.append((found is not None, modes[-1], taken))
         return found
 
     batcher.batch = batch

@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from tests.ops.flash import flash_attention
 from vllm_choreo.engine.attention_choice import check_chosen, choose_kv_dtype, hook
 from vllm_choreo.engine.plugin import configure_after
 from vllm_choreo.engine.step import RequestSpans
@@ -529,7 +530,7 @@ def test_warm_up_meets_tiles_of_every_size(
 
     def attend(query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor) -> None:
         (plan,) = batcher.running
-        seen.append(plan.tiles)
+        seen.append(plan)
         assert query.shape == (plan.spans.query_start_loc[-1], heads, 64)
         assert output.shape == (*query.shape[:2], value_size or 64) and output.is_contiguous()
 
@@ -542,11 +543,18 @@ def test_warm_up_meets_tiles_of_every_size(
     )
     layer = SimpleNamespace(impl=impl, kv_cache=None)
     warm_up([layer, layer], batcher, table_width=16)
-    (tiles,) = seen  # of two layers alike, one is enough
+    (plan,) = seen  # of two layers alike, one is enough
+    tiles = plan.tiles
     group = heads // kv_heads
     assert {c.num_rows for c in tiles.classes} >= ({16, 64, 128} if group <= 16 else {64, 128})
     assert tiles.num_partials > 0
     assert batcher.running is None and not batcher.reads_spans(["0", "1", "2"])
+    assert seen[0].prefills is None
+    batcher.flash_attention = flash_attention
+    for width, is_long_enough in ((16, False), (48, True)):
+        warm_up([layer], batcher, table_width=width)
+        assert (seen[-1].prefills is not None) == is_long_enough
+        assert [c.num_rows for c in seen[-1].tiles.classes] == [c.num_rows for c in tiles.classes]
 
 
 # -- host memory -----------------------------------------------------------------------------------

@@ -44,6 +44,14 @@ CASES: dict[str, dict[str, Any]] = {
         "seeds": [*range(4)],
         "num_blocks": 66,
     },
+    "flash prefills": {
+        "runner": "v2",
+        "backend": TRITON,
+        "is_async": True,
+        "settings": {"flash_prefills": True, "hidden_memory_gib": 0.01},
+        "seeds": [0, 1],
+        "flash": True,
+    },
     "mla": {
         "model": "deepseek_v3",
         "runner": "v2",
@@ -99,6 +107,7 @@ EXPECTED = {
     "default": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
     "v1": ("ChoreoCPUModelRunner", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
     "cpu": ("ChoreoCPUModelRunnerV2", "ChoreoScheduler", ["ChoreoCPUImpl"]),
+    "flash prefills": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
     "mla": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonMLAImpl"]),
     "mla, v1": ("ChoreoCPUModelRunner", "ChoreoAsyncScheduler", ["ChoreoTritonMLAImpl"]),
     "m-rope": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
@@ -111,7 +120,7 @@ EXPECTED = {
 def run(model_path: Path, choices: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.engine.interpreted", str(model_path)]
     ended = subprocess.run(
-        [*command, json.dumps(choices)], capture_output=True, text=True, timeout=600
+        [*command, json.dumps(choices)], capture_output=True, text=True, timeout=900
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     report: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
@@ -120,6 +129,7 @@ def run(model_path: Path, choices: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # interpreted, beside other tests on a slow machine
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_random_choreographies(
     case: str, tiny_model_path: Callable[[str], Path], tmp_path: Path
@@ -130,8 +140,10 @@ def test_random_choreographies(
     make = PICTURED_MODELS.get(model)
     report = run(tiny_model_path(model) if make is None else make(tmp_path), CASES[case])
     assert (report["runner"], report["scheduler"], report["impls"]) == EXPECTED[case]
-    choreographed = {mode for reads_spans, mode in report["steps"] if reads_spans}
-    ordinary = {mode for reads_spans, mode in report["steps"] if not reads_spans}
+    choreographed = {mode for reads_spans, mode, _ in report["steps"] if reads_spans}
+    ordinary = {mode for reads_spans, mode, _ in report["steps"] if not reads_spans}
+    taken = [num_requests for *_, num_requests in report["steps"] if num_requests]
+    assert bool(taken) == CASES[case].get("flash", False)
     assert choreographed == {"PIECEWISE", "NONE"}
     assert "FULL" in ordinary
     if case == "cpu":

@@ -251,9 +251,27 @@ PlanRoom.set_own_tokens = lambda self, *args: None
         "differs by",
     ),
 }
+_OF_FLASH_PREFILLS = {
+    "copies of queries that nobody turns": (
+        """
+from vllm_choreo.ops.triton.prefills import _Round
+_Round._copy = lambda self, *args: self._copies.zero_()
+""",
+        "differs by",
+    ),
+    "own tokens that prefills are not told of": (
+        """
+from vllm_choreo.engine.worker import span_batcher
+plan = span_batcher.plan_prefills
+span_batcher.plan_prefills = lambda *args: plan(*args[:3], args[3] // 2, *args[4:])
+""",
+        "differs by",
+    ),
+}
 _SABOTAGED_CASES = [
     *(("flash-attention-3", *found) for found in _SABOTAGES.items()),
     *(("full-graphs", *found) for found in _OF_FULL_GRAPHS.items()),
+    *(("flash-prefills", *found) for found in _OF_FLASH_PREFILLS.items()),
 ]
 
 

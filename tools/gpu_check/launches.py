@@ -30,6 +30,8 @@ from vllm_choreo.ops import (
     reposition_keys,
     span_attention,
 )
+from vllm_choreo.ops.flash_prefills import plan_prefills
+from vllm_choreo.ops.triton.prefills import attend_prefills
 from vllm_choreo.ops.triton.tuning import arch_of
 
 _PARENT_BLOCKS = 32  # of the message that all requests read
@@ -80,7 +82,8 @@ def compile_launches(shape: AttentionShape, arch: int) -> list[Launch]:
     arch_of.cache_clear()
     with _launches_only_compile() as found:
         _launch_attention(shape)
-        _launch_moves(shape)
+        if not shape.prefills:
+            _launch_moves(shape)
     for kernel, _ in found:
         kernel.device_caches.clear()  # they go by device, not by target
     by_hash: dict[object, Launch] = {}
@@ -136,7 +139,18 @@ def _launch_attention(shape: AttentionShape) -> None:
     cos_sin = rotation.cos_sin(batch.position_delta) if shape.rotary_dim != 0 else None
     plan = SpanPlan(batch, cos_sin, plan_shared_reads(batch, min_tokens=1))
     output = torch.zeros(*query.shape[:2], shape.value_size or shape.head_size, dtype=shape.dtype)
-    span_attention(query, _kv_cache(shape), output, plan, layer, "triton")
+    if shape.prefills:
+        own_tokens = batch.num_tokens[batch.span_start_loc[1:].long() - 1]
+        prefills = plan_prefills(batch, batch.num_reqs - 1, _attend_nothing, own_tokens, 1000)
+        plan = replace(plan, prefills=prefills)
+        attend_prefills(query, _kv_cache(shape), output, plan, layer)
+    else:
+        span_attention(query, _kv_cache(shape), output, plan, layer, "triton")
+
+
+def _attend_nothing(*, q: torch.Tensor, out: torch.Tensor, **given: Any) -> Any:
+    """As FlashAttention, which is compiled elsewhere."""
+    return out, torch.zeros(q.shape[1], q.shape[0])
 
 
 def _launch_moves(shape: AttentionShape) -> None:

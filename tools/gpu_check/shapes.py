@@ -19,6 +19,7 @@ class AttentionShape:
         block_size: tokens in a KV block.
         value_size: numbers of a value in a latent cache (MLA), behind which keys rotate; None: it
             is none.
+        prefills: whether only what surrounds FlashAttention in long prefills is compiled.
     """
 
     num_heads: int
@@ -34,6 +35,7 @@ class AttentionShape:
     reweighted: bool = False
     block_size: int = 16
     value_size: int | None = None
+    prefills: bool = False
 
 
 def _latent(num_heads: int) -> AttentionShape:
@@ -50,6 +52,8 @@ SHAPES = {
     "llama-1b": AttentionShape(32, 8, 64),
     "llama-8b-reweighted": AttentionShape(32, 8, 128, reweighted=True),
     "llama-8b-blocks-of-64": AttentionShape(32, 8, 128, block_size=64),
+    "llama-8b-prefills": AttentionShape(32, 8, 128, prefills=True),
+    "glm-4-9b-prefills": AttentionShape(*(32, 2, 128), rotary_dim=64, is_neox=False, prefills=True),
     "qwen3-14b": AttentionShape(40, 8, 128),
     "qwen2.5-7b": AttentionShape(28, 4, 128),
     "qwen3-30b-a3b": AttentionShape(32, 4, 128),

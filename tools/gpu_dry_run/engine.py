@@ -83,6 +83,11 @@ CASES = {
     "flash-attention-3": Case(
         *("16 bits on Hopper", "h100", "llama", "v2", "FLASH_ATTN"), {"dtype": "bfloat16"}
     ),
+    "flash-prefills": Case(
+        *("long prefills by FlashAttention 3", "h100", "llama", "v2", "FLASH_ATTN"),
+        {"dtype": "bfloat16"},
+        {"flash_prefills": True},
+    ),
     "full-graphs": Case(
         *("full graphs of choreographed decoding", "h100", "llama", "v2", "TRITON_ATTN"),
         {"dtype": "float32"},
@@ -100,6 +105,7 @@ class Report:
     Attributes:
         backends: attention backends of the layers.
         steps: how often each kind of step took which graphs.
+        num_prefills: requests of steps that FlashAttention ran among choreographed ones.
         num_captures, num_replays: of CUDA graphs, or their pieces.
         syncs: waits for the device inside steps, by the line that waited.
         differences: largest difference of log-probabilities, by law.
@@ -108,6 +114,7 @@ class Report:
 
     backends: list[str] = field(default_factory=list)
     steps: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_prefills: int = 0
     num_captures: int = 0
     num_replays: int = 0
     syncs: Counter[str] = field(default_factory=Counter)
@@ -119,7 +126,8 @@ class Report:
         differences = [f"{name} {found:.2g}" for name, found in self.differences.items()]
         return (
             f"{' and '.join(self.backends)}; steps by graph: {', '.join(steps)}\n"
-            f"    {self.num_captures} pieces captured, {self.num_replays} replayed; "
+            f"    {self.num_prefills} prefills by FlashAttention among choreographed requests; "
+            f"{self.num_captures} pieces captured, {self.num_replays} replayed; "
             f"differences of log-probabilities: {', '.join(differences)}"
         )
 
@@ -140,7 +148,11 @@ def run(name: str, double: DeviceDouble) -> Report:
 
     case, report = CASES[name], Report()
     with tempfile.TemporaryDirectory() as folder, double:
+        from vllm_choreo.ops import flash_prefills
         from vllm_choreo.testing.models.tiny import make_tiny_model
+
+        # Tiny ones are long, too.
+        flash_prefills.MIN_QUERIES = flash_prefills.MIN_SPAN_TOKENS = 24
 
         path = make_tiny_model(case.model, Path(folder))
         try:
@@ -214,6 +226,15 @@ def watch(runner: Any, report: Report, double: DeviceDouble) -> None:
         return chosen
 
     runner.graphs.dispatch = dispatch_and_count
+    batch = runner.batcher.batch
+
+    def batch_and_count(step: Any, always: bool = False) -> Any:
+        found = batch(step, always)
+        if found and (prefills := found[0].prefills):
+            report.num_prefills += len(step.request_ids) - prefills.first_request
+        return found
+
+    runner.batcher.batch = batch_and_count
     double.is_in_step = lambda: (
         gpu_sync_debug._checking.get() is not None and not gpu_sync_debug._allow_depth.get()
     )
@@ -244,6 +265,8 @@ def _wrong(case: Case, report: Report) -> Iterator[str]:
         for kind, wanted in expected.items():
             if not wanted <= modes.get(kind, set()):
                 yield f"{kind} steps took the graphs {sorted(modes.get(kind, set()))}"
+    if bool(report.num_prefills) != bool(case.settings.get("flash_prefills")):
+        yield f"FlashAttention ran {report.num_prefills} prefills of choreographed steps"
     if ("choreographed", "FULL") in report.steps:
         yield "a choreographed step replayed vLLM's own attention"
     for where in report.syncs:

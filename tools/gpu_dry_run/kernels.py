@@ -207,16 +207,25 @@ class _Batch:
             if not holds:
                 raise DeviceError(f"attention wants {what}")
 
-    def run(self) -> None:
-        """Write each request's attention, computed in float32, to the output."""
+    def run(self) -> torch.Tensor:
+        """Write each request's attention, computed in float32, to the output.
+
+        Returns:
+            Log-sum-exps, float32 `[num_heads, num_tokens]`.
+        """
         self.check()
+        lse = torch.zeros(self.query.shape[1], self.query.shape[0])
         starts = self.query_start_loc.tolist()
         for request, num_keys in enumerate(self.seq_lens.tolist()):
             start, stop = starts[request], starts[request + 1]
             if stop > start and num_keys:
-                self.output[start:stop] = self._attend(request, start, stop, num_keys)
+                output, found = self._attend(request, start, stop, num_keys)
+                self.output[start:stop], lse[:, start:stop] = output, found
+        return lse
 
-    def _attend(self, request: int, start: int, stop: int, num_keys: int) -> torch.Tensor:
+    def _attend(
+        self, request: int, start: int, stop: int, num_keys: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         block_size = self.keys.shape[1]
         blocks = self.block_table[request, : -(-num_keys // block_size)].long()
         keys, values = (
@@ -241,7 +250,8 @@ class _Batch:
             sink = self.sinks.float()[:, None, None].expand(-1, len(where), 1)
             scores = torch.cat([scores, sink], dim=-1)
         weights = scores.softmax(dim=-1)[..., :num_keys]
-        return (weights @ values).transpose(0, 1).to(self.output.dtype)
+        output = (weights @ values).transpose(0, 1).to(self.output.dtype)
+        return output, scores.logsumexp(dim=-1)
 
 
 def _varlen_fwd(
@@ -253,11 +263,11 @@ def _varlen_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """FlashAttention 2 over a paged cache."""
     window = window_size_left, window_size_right
-    _Batch(
+    lse = _Batch(
         *(q, k, v, out, cu_seqlens_q, seqused_k, block_table, max_seqlen_q, max_seqlen_k),
         *(softmax_scale, is_causal, window, softcap, alibi_slopes),
     ).run()
-    return out, torch.zeros(q.shape[1], q.shape[0])
+    return out, lse
 
 
 def _fwd(
@@ -275,11 +285,11 @@ def _fwd(
     if scheduler_metadata is not None and len(scheduler_metadata) < num_reqs:
         raise DeviceError("the scheduler's metadata is of fewer requests")
     window = window_size_left, window_size_right
-    _Batch(
+    lse = _Batch(
         *(q, k, v, out, cu_seqlens_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k),
         *(softmax_scale, is_causal, window, softcap, None, s_aux),
     ).run()
-    return out, torch.zeros(q.shape[1], q.shape[0]), None, None
+    return out, lse, None, None
 
 
 def _scheduler_metadata(batch_size: int, *args: Any) -> torch.Tensor:

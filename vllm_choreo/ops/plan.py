@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm_choreo.ops.flash_prefills import FlashPrefills
 from vllm_choreo.ops.layout import Layout
 from vllm_choreo.ops.quantized import QuantizedKV
 from vllm_choreo.ops.sharing import SharedReads
@@ -37,6 +38,7 @@ class SpanPlan:
         workspace: flat float32 of ``sharing.PARTIAL_BYTES``, on the device, for the partial results
             of ``impl="triton"``, which otherwise allocates in every call. Layers run one after
             another, so all share it.
+        prefills: last requests, which FlashAttention runs; `tiles` have none of their queries.
     """
 
     spans: SpanBatch
@@ -44,6 +46,7 @@ class SpanPlan:
     reads: SharedReads | None = None
     tiles: Tiles | None = None
     workspace: torch.Tensor | None = None
+    prefills: FlashPrefills | None = None
 
     @functools.cached_property
     def launches(self) -> dict[object, Any]:

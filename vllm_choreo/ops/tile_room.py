@@ -17,7 +17,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from vllm_choreo.ops.tile_arrays import TileArrays, padded, send
+from vllm_choreo.ops.sending import padded, send
+from vllm_choreo.ops.tile_arrays import TileArrays
 from vllm_choreo.ops.tiles import TileClass, Tiles
 
 # Pieces of spans, and segments of tiles, for each span: reading together, and sharing out what is

@@ -19,6 +19,7 @@ from vllm_choreo.ops import (
     span_attention,
 )
 from vllm_choreo.ops.dispatch import Impl
+from vllm_choreo.ops.flash_prefills import FlashAttention
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -79,6 +80,10 @@ class SpanReader:
             value_size=self.value_size,
         )
         self.batcher = batcher
+
+    def flash_attention(self) -> FlashAttention | None:
+        """FlashAttention for long prefills, over the cache of the layer; None: there is none."""
+        return None
 
     def describe(self) -> dict[str, Any]:
         """Window, sinks and cache of the layer, as plain data."""

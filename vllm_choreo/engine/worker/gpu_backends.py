@@ -8,6 +8,8 @@ batches that read spans: a choreographed step takes no graph that attention is p
 
 from __future__ import annotations
 
+import functools
+
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.mla.triton_mla import (
     TritonMLABackend,
@@ -19,6 +21,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 from vllm_choreo.engine.worker.attention import ChoreoImpl
 from vllm_choreo.engine.worker.mla import ChoreoMLAImpl, ChoreoMLAMetadataBuilder
 from vllm_choreo.ops import Layout
+from vllm_choreo.ops.flash_prefills import FlashAttention
 
 
 class ChoreoFlashAttentionBackend(FlashAttentionBackend):
@@ -33,10 +36,17 @@ class ChoreoFlashAttentionBackend(FlashAttentionBackend):
 
 
 class ChoreoFlashAttentionImpl(ChoreoImpl, FlashAttentionImpl):
-    """Implementation with our Triton kernels."""
+    """Implementation with our Triton kernels, and FlashAttention for long prefills."""
 
     layout = Layout.SIDE_BY_SIDE
     kernels = "triton"
+
+    def flash_attention(self) -> FlashAttention | None:
+        if self.vllm_flash_attn_version is None or self.fa4_hd256:
+            return None
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+        return functools.partial(flash_attn_varlen_func, fa_version=self.vllm_flash_attn_version)
 
 
 class ChoreoTritonBackend(TritonAttentionBackend):

@@ -25,6 +25,7 @@ from vllm_choreo.engine.worker.composition_probe import probe_composition
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.cpu_rotary import correct_rotary, rotates_by_heads
 from vllm_choreo.engine.worker.drafting import Drafter, DrafterSpans, DraftLayers
+from vllm_choreo.engine.worker.flash import flash_attention_of
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.layer_checks import (
     attention_layers,
@@ -170,6 +171,8 @@ class ChoreoModelRunner:
         is_tiled = any(layer.impl.resolved_kernels() == "triton" for layer in layers.values())
         kinds = self._kinds(layers, self.layer_positions)
         self.batcher = self._make_batcher(kinds, is_tiled)
+        if config.flash_prefills:
+            self.batcher.flash_attention = flash_attention_of(layers)
         self._read_spans(layers, kinds, self.batcher)
         if has_layers(self.vllm_config.speculative_config):
             drafters = {n: layer for n, layer in found.items() if n not in layers}

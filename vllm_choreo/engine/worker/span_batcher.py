@@ -31,6 +31,13 @@ from vllm_choreo.ops import (
     SpanPlan,
     plan_shared_reads,
 )
+from vllm_choreo.ops.flash_prefills import (
+    FlashAttention,
+    FlashPrefills,
+    first_prefill,
+    plan_prefills,
+    prefill_row_bytes,
+)
 from vllm_choreo.ops.ragged import bounds_of
 from vllm_choreo.ops.sharing import (
     MIN_SAVED_BYTES,
@@ -93,6 +100,8 @@ class SpanBatcher:
         shared_reading: True if tokens that several requests attend to are read once for all of
             them. May be set between two steps.
         min_saved_bytes: keys and values of a layer that this must save in a step. May be set, too.
+        flash_attention: kernel that runs long prefills, of all kinds; None: they are cut into tiles
+            like the rest. May be set, too.
         running: the plans of the step that runs now, one per kind; None while it is an ordinary
             one, or no step at all but a dummy run.
         watch: observer of the layers' queries, which sums up attention; None: there is none.
@@ -111,6 +120,7 @@ class SpanBatcher:
         self.kinds = tuple(kinds)
         self.shared_reading = shared_reading
         self.device = torch.device(device)
+        self.flash_attention: FlashAttention | None = None
         self.min_saved_bytes = MIN_SAVED_BYTES if self.device.type == "cuda" else 0
         self.running: Sequence[SpanPlan] | None = None
         self.watch: AttentionWatch | None = None
@@ -313,6 +323,11 @@ class _GroupBatcher:
             PARTIAL_BYTES // partial_row_bytes(shape.num_heads, shape.head_size)
             for shape in self._shapes
         )
+        self._max_rows = min(
+            PARTIAL_BYTES
+            // prefill_row_bytes(shape.num_heads, shape.head_size, shape.dtype.itemsize)
+            for shape in self._shapes
+        )
         self._token_bytes = max(kind.token_bytes for kind in self._kinds.values())
         self._known: dict[int, _Columns] = {}  # of what is laid out, by the spans' `id`
         self._columns: dict[str, torch.Tensor] = {}
@@ -395,13 +410,25 @@ class _GroupBatcher:
         reads = self._reads_of(step, spans, queries) if is_planned else None
         if step.graph_requests is not None:
             return self._fill_room(step, spans, reads, own, queries)
-        tiles = self._tiles_of(step, spans, reads, own, queries) if self.is_tiled else {}
+        prefills = self._prefills_of(step, spans)
+        rest = spans if prefills is None else prefills.rest_of(spans)
+        tiles = self._tiles_of(step, rest, reads, own, queries) if self.is_tiled else {}
         return {
             index: SpanPlan(
-                spans, self._cos_sin[kind.rotation], reads, tiles.get(kind.shape), self.workspace
+                *(spans, self._cos_sin[kind.rotation], reads),
+                *(tiles.get(kind.shape), self.workspace, prefills),
             )
             for index, kind in self._kinds.items()
         }
+
+    def _prefills_of(self, step: StepBatch, spans: SpanBatch) -> FlashPrefills | None:
+        """Requests of the batch that FlashAttention runs."""
+        attention = self.batcher.flash_attention
+        if attention is None or (first := first_prefill(spans, self._max_rows)) == spans.num_reqs:
+            return None
+        assert step.device_seq_lens is not None
+        own_tokens = step.device_seq_lens - self._device_bases
+        return plan_prefills(spans, first, attention, own_tokens, self._max_rows)
 
     def _reads_of(self, step: StepBatch, spans: SpanBatch, queries: bytes) -> SharedReads | None:
         """Groups of shared reads; planned anew where a request begins to decode, too.

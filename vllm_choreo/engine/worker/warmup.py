@@ -13,13 +13,16 @@ from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.engine.worker.layer_kinds import LayerKind
 from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.tensors import to_device
+from vllm_choreo.ops import flash_prefills
 from vllm_choreo.ops.sharing import MIN_SHARED_TOKENS
 from vllm_choreo.ops.tiles import MIN_ROWS
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
-_NUM_REQUESTS = 4
+# Of tiles of each size, of the first requests; two of them have one query each.
+_NUM_ROWS = (0, 0, MIN_ROWS, 4 * MIN_ROWS)
+_MOST_REQUESTS = len(_NUM_ROWS) + 1
 
 
 @torch.inference_mode()
@@ -27,7 +30,8 @@ def warm_up(layers: Iterable[Attention], batcher: SpanBatcher, table_width: int)
     """Run every kind of layer once on made-up calls, whose results nobody sees.
 
     They read the same tokens, two with one query each, and with some and many queries: that takes
-    tiles of every size, and results that are merged.
+    tiles of every size, and results that are merged. If FlashAttention runs long prefills there is
+    one more, as long as need be.
 
     Args:
         layers: attention layers of the model, with their KV caches.
@@ -35,7 +39,7 @@ def warm_up(layers: Iterable[Attention], batcher: SpanBatcher, table_width: int)
         table_width: columns of the block tables that batches have.
     """
     # All zeros: block 0 belongs to no request.
-    table = torch.zeros(_NUM_REQUESTS, table_width, dtype=torch.int32, device=batcher.device)
+    table = torch.zeros(_MOST_REQUESTS, table_width, dtype=torch.int32, device=batcher.device)
     min_saved_bytes, batcher.min_saved_bytes = batcher.min_saved_bytes, 0
     for layer in {_compiled_for(batcher, layer): layer for layer in layers}.values():
         shape, impl = _kind(batcher, layer).shape, layer.impl
@@ -45,7 +49,7 @@ def warm_up(layers: Iterable[Attention], batcher: SpanBatcher, table_width: int)
         output = query[..., : impl.value_size].clone(memory_format=torch.contiguous_format)
         impl.attend(query, impl.kv_cache_of(layer), output)
     batcher.running, batcher.min_saved_bytes = None, min_saved_bytes
-    batcher.update({}, map(str, range(_NUM_REQUESTS)))
+    batcher.update({}, map(str, range(_MOST_REQUESTS)))
 
 
 def _kind(batcher: SpanBatcher, layer: Attention) -> LayerKind:
@@ -65,15 +69,20 @@ def _compiled_for(batcher: SpanBatcher, layer: Attention) -> tuple[object, ...]:
 def _start_batch(batcher: SpanBatcher, group_heads: int, block_table: torch.Tensor) -> int:
     """Make the made-up calls the running batch; returns its number of queries."""
     size = batcher.block_size
-    num_blocks = -(-MIN_SHARED_TOKENS // size)
-    base = num_blocks * size
-    max_queries = (block_table.shape[1] - num_blocks) * size
-    lens = [min(n // group_heads + 1, max_queries) for n in (0, 0, MIN_ROWS, 4 * MIN_ROWS)]
-    spans = {str(r): RequestSpans((0,), (base,), (0,), (r,), base) for r in range(_NUM_REQUESTS)}
-    batcher.update(spans, [], dict.fromkeys(spans, ((0,) * num_blocks,)))
+    num_tokens = block_table.shape[1] * size
+    bases = [-(-MIN_SHARED_TOKENS // size) * size] * len(_NUM_ROWS)
+    lens = [min(n // group_heads + 1, num_tokens - bases[0]) for n in _NUM_ROWS]
+    base, num_queries = flash_prefills.MIN_SPAN_TOKENS, flash_prefills.MIN_QUERIES
+    base = -(-base // size) * size
+    if batcher.flash_attention is not None and base + num_queries <= num_tokens:
+        bases.append(base)
+        lens.append(num_queries)
+    spans = {str(r): RequestSpans((0,), (n,), (0,), (r,), n) for r, n in enumerate(bases)}
+    batcher.update(spans, [], {str(r): ((0,) * (n // size),) for r, n in enumerate(bases)})
     query_start_loc = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
-    seq_lens = torch.tensor(lens, dtype=torch.int32) + base
+    seq_lens = torch.tensor(lens, dtype=torch.int32) + torch.tensor(bases, dtype=torch.int32)
     device_seq_lens = to_device(seq_lens, batcher.device)
-    step = StepBatch(list(spans), query_start_loc, seq_lens, block_table, device_seq_lens)
+    table = block_table[: len(bases)]
+    step = StepBatch(list(spans), query_start_loc, seq_lens, table, device_seq_lens)
     batcher.running = batcher.batch(step)
     return sum(lens)

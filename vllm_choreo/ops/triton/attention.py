@@ -21,6 +21,7 @@ from vllm_choreo.ops.tile_room import TileRoom
 from vllm_choreo.ops.tiles import MIN_ROWS, TileClass, Tiles
 from vllm_choreo.ops.triton.kernels import attend_tiles, merge_partials
 from vllm_choreo.ops.triton.launches import KernelLaunch, LayerLaunches, Moving
+from vllm_choreo.ops.triton.prefills import attend_prefills
 from vllm_choreo.ops.triton.tuning import arch_of, tuning_of
 
 # What the interpreter is told to fill, so that small tests are split as well.
@@ -217,6 +218,7 @@ def span_attention(
     moving = _moving(query, kv_cache, output, plan, layer)
     launches = LayerLaunches(_launches(moving, plan, layer), moving, kv_cache)
     plan.launches[_look(query, kv_cache, output, layer)] = launches
+    attend_prefills(query, kv_cache, output, plan, layer)
 
 
 def launch_again(
@@ -241,6 +243,7 @@ def launch_again(
         found.launch_at(*at, layer.addresses, plan.addresses)
     else:
         found.launch(_moving(query, kv_cache, output, plan, layer))
+    attend_prefills(query, kv_cache, output, plan, layer)
     return True
 
 
@@ -283,7 +286,7 @@ def _tiles_of(
 ) -> Tiles:
     _, num_heads, head_size = query.shape
     return make_tiles(
-        plan.spans,
+        plan.spans if plan.prefills is None else plan.prefills.rest_of(plan.spans),
         plan.reads,
         num_heads=num_heads,
         num_kv_heads=kv_cache.shape[1],

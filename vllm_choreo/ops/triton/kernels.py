@@ -61,6 +61,31 @@ def _load_turned(rows_ptr, has_query, cos_sin_ptr, span, dims, HEAD_SIZE: tl.con
     return turned.to(queries.dtype)
 
 
+@triton.jit(do_not_specialize=["num_copies"])
+def copy_queries(
+    query_ptr, query_token, query_head, copy_ptr, copied_query_ptr, copied_span_ptr, num_copies,
+    cos_sin_ptr,
+    NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """One head of some copies of queries, `[num_copies, NUM_HEADS, HEAD_SIZE]`, each turned by the
+    delta of its span.
+    """
+    row, head = tl.program_id(0) * NUM_ROWS + tl.arange(0, NUM_ROWS), tl.program_id(1)
+    is_row, dims = row < num_copies, tl.arange(0, PADDED_HEAD_SIZE)
+    query = tl.load(copied_query_ptr + row, mask=is_row, other=0).to(tl.int64)
+    rows_ptr = query_ptr + query * query_token + head * query_head
+    if ROTARY_DIM > 0:
+        span = tl.load(copied_span_ptr + row, mask=is_row, other=0)
+        copies = _load_turned(rows_ptr, is_row, cos_sin_ptr, span, dims, HEAD_SIZE, 0, ROTARY_DIM,
+                              IS_NEOX, RUN)  # fmt: skip
+    else:
+        copies = _load_queries(rows_ptr, is_row, dims, HEAD_SIZE)
+    at = copy_ptr + (row.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_SIZE + dims[None, :]
+    tl.store(at, copies, mask=is_row[:, None] & (dims < HEAD_SIZE)[None, :])
+
+
 @triton.jit
 def _find_rows(tile_query_ptr, query_ptr, query_token, query_head, entry, is_row, head):
     """The query of each row, whether there is one, and where it lies."""
@@ -399,9 +424,8 @@ def merge_partials(
         lse = tl.load(partial_lse_ptr + at) + tl.where(i < end_chosen, shift, 0.0)
         weight = tl.exp2(lse - maximum)
         total += weight
-        result += weight * tl.load(
-            partial_output_ptr + at * VALUE_SIZE + dims, mask=is_dim, other=0.0
-        )
+        partial = tl.load(partial_output_ptr + at * VALUE_SIZE + dims, mask=is_dim, other=0.0)
+        result += weight * partial.to(tl.float32)
     at = output_ptr + query * output_token + head * output_head
     is_stored = is_dim & (query >= 0)
     tl.store(at + dims, (result / total).to(output_ptr.dtype.element_ty), mask=is_stored)

@@ -171,6 +171,8 @@ class LayerLaunches:
         Args:
             of_layer, of_step: addresses of slopes and sinks; of block table and own tokens.
         """
+        if not self._prepared:
+            return  # all queries are run in other ways
         keys, values = kv_cache + self._keys_at, kv_cache + self._values_at
         moving = (query, keys, values, output, *of_layer, *of_step)
         stream, has_hooks = _stream(), _has_hooks()
