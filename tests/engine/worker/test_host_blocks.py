@@ -63,3 +63,20 @@ def test_blocks_that_are_gathered_are_those_of_each_pair(
 def test_runs_of_numbers() -> None:
     assert list(host_blocks._runs([3])) == [(0, 1, 3)]
     assert list(host_blocks._runs([3, 4, 5, 8, 9, 11])) == [(0, 3, 3), (3, 5, 8), (5, 6, 11)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)])
+def test_host_blocks_keep_the_order_of_the_cache(order: tuple[int, ...]) -> None:
+    """Dims in memory as in vLLM's layouts: heads first, slots first, heads before blocks."""
+    sizes = (5, 2, 4, 6)
+    lies = torch.randn([sizes[dim] for dim in order], generator=torch.Generator().manual_seed(1))
+    cache = lies.permute([order.index(dim) for dim in range(4)])
+    original = cache.clone()
+    blocks = HostBlocks([cache], 3)
+    blocks.copy([(4, 0), (1, 2)], [])
+    if order[0] == 0:
+        assert blocks.copies[0][0].stride() == cache[0].stride(), "a block is one run"
+    cache.zero_()
+    blocks.copy([], [(0, 2), (2, 4)])
+    assert torch.equal(cache[2], original[4]) and torch.equal(cache[4], original[1])
+    assert not cache[[0, 1, 3]].any()
