@@ -254,8 +254,8 @@ PlanRoom.set_own_tokens = lambda self, *args: None
 _OF_FLASH_PREFILLS = {
     "copies of queries that nobody turns": (
         """
-from vllm_choreo.ops.triton.prefills import _Round
-_Round._copy = lambda self, *args: self._copies.zero_()
+from vllm_choreo.ops.triton.prefills import _LayerRound
+_LayerRound._copy = lambda self, *args: self._copies.zero_()
 """,
         "differs by",
     ),

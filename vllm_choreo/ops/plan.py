@@ -38,7 +38,8 @@ class SpanPlan:
         workspace: flat float32 of ``sharing.PARTIAL_BYTES``, on the device, for the partial results
             of ``impl="triton"``, which otherwise allocates in every call. Layers run one after
             another, so all share it.
-        prefills: last requests, which FlashAttention runs; `tiles` have none of their queries.
+        prefills: last requests, which FlashAttention runs for ``impl="triton"``, whose `tiles` have
+            none of their queries; others run them like the rest.
     """
 
     spans: SpanBatch

@@ -90,6 +90,11 @@ def test_requests_in_front_of_a_short_one_stay_tiles(batcher):
 
 
 def test_without_it_all_are_tiles(batcher):
-    batcher.flash_attention = None
+    """From one step to the next, too, whose queries are as many."""
     batcher.update({"b": reader((80, 7))}, [])
-    assert _plan(batcher, {"b": 30}, [110]).prefills is None
+    assert not _plan(batcher, {"b": 30}, [110]).tiles.classes
+    batcher.flash_attention = None
+    plan = _plan(batcher, {"b": 30}, [140])
+    assert plan.prefills is None
+    tiled = torch.cat([of_size.query.flatten() for of_size in plan.tiles.classes])
+    assert set(range(30)) <= set(tiled.tolist())

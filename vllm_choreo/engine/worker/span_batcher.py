@@ -412,7 +412,7 @@ class _GroupBatcher:
             return self._fill_room(step, spans, reads, own, queries)
         prefills = self._prefills_of(step, spans)
         rest = spans if prefills is None else prefills.rest_of(spans)
-        tiles = self._tiles_of(step, rest, reads, own, queries) if self.is_tiled else {}
+        tiles = self._tiles_of(step, rest, reads, own) if self.is_tiled else {}
         return {
             index: SpanPlan(
                 *(spans, self._cos_sin[kind.rotation], reads),
@@ -454,9 +454,9 @@ class _GroupBatcher:
         spans: SpanBatch,
         reads: SharedReads | None,
         own: np.ndarray,
-        queries: bytes,
     ) -> dict[LayerShape, Tiles]:
         """Tiles of each shape of a layer, cut anew where the last step's do not serve."""
+        queries = spans.query_start_loc.numpy().tobytes()  # of which prefills may be taken out
         if self._tiled_for.renew(self._columns, reads, queries, own):
             from vllm_choreo.ops.triton import make_tiles
 

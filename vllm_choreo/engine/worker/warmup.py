@@ -20,7 +20,7 @@ from vllm_choreo.ops.tiles import MIN_ROWS
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
-# Of tiles of each size, of the first requests; two of them have one query each.
+# That the first requests fill, for tiles of each size; two of them have one query each.
 _NUM_ROWS = (0, 0, MIN_ROWS, 4 * MIN_ROWS)
 _MOST_REQUESTS = len(_NUM_ROWS) + 1
 
@@ -72,10 +72,10 @@ def _start_batch(batcher: SpanBatcher, group_heads: int, block_table: torch.Tens
     num_tokens = block_table.shape[1] * size
     bases = [-(-MIN_SHARED_TOKENS // size) * size] * len(_NUM_ROWS)
     lens = [min(n // group_heads + 1, num_tokens - bases[0]) for n in _NUM_ROWS]
-    base, num_queries = flash_prefills.MIN_SPAN_TOKENS, flash_prefills.MIN_QUERIES
-    base = -(-base // size) * size
-    if batcher.flash_attention is not None and base + num_queries <= num_tokens:
-        bases.append(base)
+    long_base = -(-flash_prefills.MIN_SPAN_TOKENS // size) * size
+    num_queries = flash_prefills.MIN_QUERIES
+    if batcher.flash_attention is not None and long_base + num_queries <= num_tokens:
+        bases.append(long_base)
         lens.append(num_queries)
     spans = {str(r): RequestSpans((0,), (n,), (0,), (r,), n) for r, n in enumerate(bases)}
     batcher.update(spans, [], {str(r): ((0,) * (n // size),) for r, n in enumerate(bases)})

@@ -32,10 +32,11 @@ def attend_prefills(
         return
     keys, values = (view(kv_cache, layer.layout).transpose(1, 2) for view in (key_view, value_view))
     for one in plan.prefills.rounds:
-        _Round(one, plan.prefills, query, plan.workspace).run(keys, values, output, plan, layer)
+        part = _LayerRound(one, plan.prefills, query, plan.workspace)
+        part.run(keys, values, output, plan, layer)
 
 
-class _Round:
+class _LayerRound:
     """A round in a layer: copies, partial outputs and log-sum-exps in the plan's workspace."""
 
     def __init__(
