@@ -6,7 +6,8 @@
 - `--no-skips` fails what is skipped for any reason but a missing GPU.
 - Folders whose files take long come first, so that processes which share the files end together.
 - Files whose tests ask for the same server, or the same engine, run in one process, one after
-  another: a server takes 50 s of CPU to start, an engine 5.
+  another: a server takes 50 s of CPU to start, an engine 5. A file is never divided, unless its
+  tests share nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ _LONGEST = (
     "test_gpu_path.py",
     "test_random.py",
     "test_repair.py",
+    "test_runner_v2.py",
 )
+# Each test of these starts a process of its own, so nothing is shared by running them in one.
+_APART = ("test_gpu_path.py", "test_runner_v2.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -100,7 +104,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class LoadHomeScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _home(config.rootpath / super()._split_scope(nodeid))
+            path = config.rootpath / super()._split_scope(nodeid)
+            return nodeid if path.name in _APART else _home(path)
 
     return LoadHomeScheduling(config, log)
 

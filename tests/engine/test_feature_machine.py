@@ -8,8 +8,6 @@ test that can be pasted here.
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -73,23 +71,6 @@ def test_programs(machine_of: MachineOf, name: str, seeds: range) -> None:
 @pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in _QUICK])
 def test_programs_on_all_engines(machine_of: MachineOf, name: str, seeds: range) -> None:
     _run_seeds(machine_of(name), seeds)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ON_V2)
-def test_programs_on_the_new_runner(name: str) -> None:
-    """In a process of its own, on vLLM's model runner V2."""
-    pytest.importorskip("triton")
-    chosen = ["--configuration", name, "--seeds", "0:25", "--shrink-seconds", "0"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.engine.feature_machine", *chosen],
-        capture_output=True,
-        text=True,
-        timeout=1100,
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
 
 
 # -- what it has found ---------------------------------------------------------------------------

@@ -148,21 +148,3 @@ def test_random_choreographies(
     assert "FULL" in ordinary
     if case == "cpu":
         assert report["restored"] >= 5
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("subject", ["eagle", "llama", "ministral3", "moved"])
-def test_drafters_draft_on_the_new_runner(subject: str) -> None:
-    """The tests of drafters with layers hold there, with asynchronous scheduling."""
-    pytest.importorskip("triton")
-    tests = ["tests/engine/test_drafters.py", "-q", "-k", f"[{subject}]"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.engine.interpreted_tests", *tests],
-        capture_output=True,
-        text=True,
-        timeout=1100,
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:]
-    assert "4 passed" in ended.stdout, ended.stdout[-4000:]

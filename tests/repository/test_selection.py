@@ -99,3 +99,20 @@ def test_a_process_is_ended_no_sooner_than_its_test_may_take(tmp_path: Path) -> 
     for mark, is_ended in (("", True), ("@pytest.mark.timeout(60)\n", False)):
         done = _run(tmp_path, {"sleeper": module.format(mark)}, *ended)
         assert ("awake" in done, "status 0" in done) == (not is_ended,) * 2, done
+
+
+@pytest.mark.exhaustive
+def test_a_file_is_divided_only_if_its_tests_share_nothing(tmp_path: Path) -> None:
+    """Processes of pytest-xdist tell which of them ran each test."""
+    module = """
+import os
+
+@pytest.mark.parametrize("n", range(4))
+def test_it(n, request):
+    name = f"{request.path.stem}-{os.environ['PYTEST_XDIST_WORKER']}"
+    request.path.with_name(name).touch()
+"""
+    sides = ("-n", "2", "--dist", "loadfile")
+    assert "8 passed" in _run(tmp_path, {"gpu_path": module, "whole": module}, *sides)
+    assert len([*tmp_path.glob("test_gpu_path-gw*")]) == 2
+    assert len([*tmp_path.glob("test_whole-gw*")]) == 1
