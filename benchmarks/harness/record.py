@@ -60,10 +60,13 @@ def _isa() -> str:
 
 
 def command_line() -> str:
-    """How this program was started, for the record: as a shell takes it."""
+    """How this program was started, for the record: as a shell takes it, files by their names."""
     spec = sys.modules["__main__"].__spec__
     program = "?" if spec is None else spec.name.removesuffix(".__main__")
-    return " ".join(["python -m", program, *map(shlex.quote, sys.argv[1:])])
+    words = (
+        Path(word).name if "/" in word and Path(word).exists() else word for word in sys.argv[1:]
+    )
+    return " ".join(["python -m", program, *map(shlex.quote, words)])
 
 
 def record() -> dict[str, Any]:

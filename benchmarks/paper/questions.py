@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of two questions is answered, as they are encoded and placed? Table 1 of the paper.
 
-    python -m benchmarks.paper.questions [--model MODEL] [--data FILE] [--pairs 100]
+    python -m benchmarks.paper.questions [--model MODEL] [--data FILE] [--pairs N]
 
 A system text is the parent of both questions, and one answer is to answer both. As text the second
 question sees the first one; serially and in parallel neither does, and in parallel both lie in one
@@ -41,11 +41,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="default: the small test model")
     parser.add_argument("--data", type=Path, help="JSON lines; default: the project's own trivia")
-    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--pairs", type=int, help="default: 100 of a file, 30 of the project's own")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--layout", choices=LAYOUTS, default="paper")
     args = parser.parse_args()
-    problems = load_jsonl(args.data, 2 * args.pairs) if args.data else trivia(2 * args.pairs, 0)
+    num = 2 * (args.pairs or (100 if args.data else 30))
+    problems = load_jsonl(args.data, num) if args.data else trivia(num, 0)
     pairs = list(zip(problems[::2], problems[1::2], strict=True))
     engine = LocalEngine(start_engine(args.model, 2048))
     options = {

@@ -5,6 +5,7 @@
     python -m benchmarks.rivals multidoc [--documents 20] [--per-request 5] [--requests 20]
     python -m benchmarks.rivals agents   [--agents 5] [--rounds 2] [--input-tokens 1000]
     python -m benchmarks.rivals ragqa --data FILE [--limit 20] [--answers FILE] [--adapter FOLDER]
+                                      [--add]
 
 Asked in turn: vLLM without the plugin, with its prefix cache, and a server with the plugin in
 several ways, cut by content: "exact", "seen" and "alone" (the contexts of mode "choreo"), "repair"
@@ -15,6 +16,7 @@ running ones: --stock URL, --ours URL (or one of them), with one --api-key for e
 adapter. Lengths are for a CPU; the originals are 5,000 tokens a document (permuted), 100 documents
 of 3,000 (multidoc), 512 of prefix and answer (agents). ragqa reads MuSiQue or HotpotQA from a file
 of yours (`questions.py` says where there are some); ended in the middle, it goes on from --answers.
+With --add it asks so many questions more than the results have of that file, and adds the answers.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.texts import long_text
 from benchmarks.rivals import layouts
@@ -48,19 +50,39 @@ Servers = tuple[httpx.Client | None, Mapping[str, httpx.Client]]
 
 def main(words: list[str] | None = None) -> int:
     args = _arguments(words)
+    name = f"rivals_{args.layout}"
+    kept = results_to_keep(read_csv(name), args.data, args.add) if args.layout == "ragqa" else []
+    known = [row for row in kept if row["data"] == args.data.stem]
     with _servers(args) as (stock, ours):
         adapter = args.adapter and (args.adapter if args.ours else ADAPTER)
-        rows = _measure(args, sides_of(stock, ours, args.repair, adapter))
-    name = f"rivals_{args.layout}"
-    # Of texts that are not ours to give out.
-    kept = [{key: row[key] for key in row if key != "answer"} for row in rows]
-    write_csv(name, kept, **record())
+        rows = _measure(args, sides_of(stock, ours, args.repair, adapter), known)
+    # Without texts, which are not ours to give out.
+    told = [{key: row[key] for key in row if key != "answer"} for row in rows]
+    if args.layout == "ragqa":
+        told = [{"data": args.data.stem, **row} for row in told]
+    write_csv(name, [*kept, *({**row, **record()} for row in told)])
     print(as_text([TABLES[name]]))
     return 0
 
 
-def _measure(args: argparse.Namespace, sides: Sequence[Side]) -> Rows:
-    """Ask all sides what they were not asked before; all rows."""
+def results_to_keep(rows: Sequence[dict[str, str]], data: Path, is_added: bool) -> Rows:
+    """Rows that a run of ragqa leaves in the results: other files', and its own if it adds to them.
+
+    Args:
+        rows: of the results.
+        data: the file of questions, of which results keep the name without its ending.
+    """
+    return [row for row in rows if is_added or row["data"] != data.stem]
+
+
+def _measure(args: argparse.Namespace, sides: Sequence[Side], known: Rows) -> Rows:
+    """Ask all sides what they were not asked before; rows that are not known, those of before too.
+
+    Args:
+        known: rows of the results that stay, of the same file of questions.
+    """
+    num_known = len({row["number"] for row in known if row["kind"] == "timed"})
+    first_number = 1 + max((int(row["number"]) for row in known), default=-1)
     sizes = {name: getattr(args, name) for name in layouts.SIZES[args.layout]}
     is_ragqa = args.layout == "ragqa"
     data = hashlib.sha256(args.data.read_bytes()).hexdigest() if is_ragqa else ""
@@ -68,7 +90,7 @@ def _measure(args: argparse.Namespace, sides: Sequence[Side]) -> Rows:
     about = {"layout": args.layout, "sizes": sizes, "data": data, "sides": names}
     about |= {"model": args.model or sides[0].model, "repair": args.repair, "adapter": args.adapter}
     answers = AnswerFile(args.answers, about, len(sides), goes_on=is_ragqa)
-    make = _layout(args, sizes, answers.num_done)
+    make = _layout(args, sizes, num_known + answers.num_done)
     left = count_requests(make)
     with tqdm(
         total=answers.num_done + left, initial=answers.num_done, desc=args.layout, unit="request"
@@ -82,7 +104,7 @@ def _measure(args: argparse.Namespace, sides: Sequence[Side]) -> Rows:
                 bar.update()
 
         if left:
-            run(args.layout, sides, make, True, on_answers, answers.next_number)
+            run(args.layout, sides, make, True, on_answers, max(first_number, answers.next_number))
     return answers.rows
 
 
@@ -99,8 +121,11 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         if layout == "ragqa":
             part.add_argument("--data", type=Path, required=True, help="a file of questions")
             part.add_argument("--limit", type=int, default=20, help="of questions; 0: all")
+            part.add_argument("--add", action="store_true", help="to what the results have of FILE")
         _add_common(part)
     args = parser.parse_args(words)
+    if args.layout == "ragqa" and args.add and args.answers:
+        parser.error("--add goes on from the results, --answers from its file: give one of them")
     quality = ["seen", "alone", "repair", *(["adapter"] if args.adapter else [])]
     args.ways = args.ways or (quality if args.layout == "ragqa" else ["exact", "seen", "alone"])
     return args
@@ -129,7 +154,8 @@ def _layout(
 ) -> Callable[[], layouts.Layout]:
     """What begins the layout anew, without the questions that were asked before."""
     if args.layout == "ragqa":
-        questions = read_questions(args.data, args.limit)[num_done:]
+        stop = num_done + args.limit if args.add and args.limit else args.limit
+        questions = read_questions(args.data, stop)[num_done:]
         return partial(layouts.ragqa, questions, **sizes)
     from transformers import AutoTokenizer
 

@@ -40,11 +40,11 @@ def _share_cached(rows: Rows) -> list[float]:
 
 def _columns(rows: Rows) -> Mapping[str, Cell]:
     """Columns of a layout; those that compare with the text say nothing where there is none."""
-    text = {row["number"]: row for row in only(side=STOCK)(rows)}
+    text = {_request(row): row for row in only(side=STOCK)(rows)}
 
     def against_text(cell: Callable[[_Pairs], str]) -> Cell:
         def told(group: Rows) -> str:
-            pairs = [(row, text[row["number"]]) for row in group if row["number"] in text]
+            pairs = [(row, text[_request(row)]) for row in group if _request(row) in text]
             is_text = group[0]["side"] == STOCK
             return "" if is_text or not pairs else cell(pairs)
 
@@ -66,6 +66,11 @@ def _columns(rows: Rows) -> Mapping[str, Cell]:
         "side alone": against_text(lambda pairs: _only_one(pairs, 0)),
         "McNemar's p": against_text(_p_value),
     }
+
+
+def _request(row: Row) -> tuple[str, str]:
+    """What the sides were asked in turn: the file of questions, if there is one, and a number."""
+    return row.get("data", ""), row["number"]
 
 
 def _times_faster(pairs: _Pairs) -> str:
@@ -100,7 +105,12 @@ def _p_value(pairs: _Pairs) -> str:
 
 
 TABLES = {
-    f"rivals_{name}": Table(f"rivals_{name}", {"side": "side"}, _columns, only(kind="timed"))
+    f"rivals_{name}": Table(
+        f"rivals_{name}",
+        {**({"questions of": "data"} if name == "ragqa" else {}), "side": "side"},
+        _columns,
+        only(kind="timed"),
+    )
     for name in LAYOUTS
 }
 TABLES["rivals_plans"] = Table(

@@ -118,3 +118,12 @@ def test_a_region_is_filled_from_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert as_text(tables.values()) in new
     with pytest.raises(KeyError):
         filled(page.replace("table: one", "table: two"), tables)
+
+
+def test_a_command_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "trivia.jsonl"
+    data.touch()
+    words = ["--data", str(data), "--model", "someone/model", "--share", "1/2"]
+    monkeypatch.setattr("sys.argv", ["program", *words])
+    told = record.command_line()
+    assert told.endswith("--data trivia.jsonl --model someone/model --share 1/2"), told

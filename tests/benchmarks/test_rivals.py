@@ -259,9 +259,16 @@ def test_a_run_that_was_ended_goes_on_from_its_answers(tmp_path: Path) -> None:
     assert AnswerFile(path, about, len(sides), goes_on=False).rows == []
 
 
+def test_results_of_other_questions_are_kept() -> None:
+    rows = [{"data": "musique", "number": "0"}, {"data": "hotpotqa", "number": "0"}]
+    assert program.results_to_keep(rows, Path("of/musique.json"), is_added=False) == rows[1:]
+    assert program.results_to_keep(rows, Path("of/musique.json"), is_added=True) == rows
+
+
 def test_answers_are_compared_with_gold_and_with_the_text_question_by_question() -> None:
     def row(number: int, side: str, f1_of: float, seconds: float) -> dict[str, str]:
-        found = {"layout": "ragqa", "number": number, "side": side, "kind": "timed", "f1": f1_of}
+        found = {"data": "some", "layout": "ragqa", "number": number, "side": side}
+        found |= {"kind": "timed", "f1": f1_of}
         found |= {"right": int(f1_of == 1), "first_token_s": seconds, "seconds": 9, "same": 0}
         found |= {"prompt_tokens": 8, "cached_tokens": 4, "f1_to_stock": 0}
         return {key: str(value) for key, value in found.items()}
@@ -272,13 +279,17 @@ def test_answers_are_compared_with_gold_and_with_the_text_question_by_question()
         for side, all_found in quality.items()
         for number, found in enumerate(all_found)
     ]
-    head, _, *lines = TABLES["rivals_ragqa"].markdown(rows).splitlines()
+    # Another file's questions have the same numbers.
+    others = [{**row, "data": "others", "f1": "0", "right": "0"} for row in rows]
+    head, _, *lines = TABLES["rivals_ragqa"].markdown([*rows, *others]).splitlines()
     names = [name.strip() for name in head.strip("|").split("|")]
     cells = [
         dict(zip(names, (c.strip() for c in line.strip("|").split("|")), strict=True))
         for line in lines
     ]
-    text, seen = cells
+    text, seen, *rest = cells
+    assert [cell["questions of"] for cell in cells] == ["some", "some", "others", "others"]
+    assert [cell["right"] for cell in rest] == ["0", "0"]
     assert text["right"] == "3" and seen["right"] == "2"
     assert seen["minus that of stock"].startswith("-0.375 [")
     assert (seen["stock alone"], seen["side alone"]) == ("2", "1")
@@ -326,3 +337,10 @@ def test_the_program_asks_questions_over_passages(results: Path, tmp_path: Path)
         assert "answer" not in rows[0]
     reused = {row["side"]: int(row["cached_tokens"]) for row in rows[:4]}
     assert reused[STOCK] < reused["alone"] <= reused["seen"]
+    # A question more, of which the results are kept; and questions of another file.
+    data.write_text(json.dumps([item, {**item, "ctxs": passages[::-1]}, item]))
+    words[words.index("--answers") :] = ["--add", "--limit", "1"]
+    assert program.main(words) == 0
+    added = [row for row in record.read_csv("rivals_ragqa") if row["kind"] == "timed"]
+    assert added[: len(rows)] == rows and len(added) == len(rows) + 4
+    assert len({row["number"] for row in added}) == 3
