@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ from vllm_choreo.repair.rules import ByLayers, rule_given, rule_of
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.trained_adapter import PEFT_FILES
 
+_TOKEN_BYTES = 30 * 2 * 3 * 64 * 4  # of the embedded model: layers, key and value, heads, float32
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -49,7 +52,8 @@ def main() -> int:
     parser.add_argument("--max-quality-loss", type=float, default=0.5, help="of the choice by load")
     parser.add_argument("--passes", type=int, default=2)
     args = parser.parse_args()
-    set_environment(4)
+    # All documents of a pass stay in the KV cache until they are read.
+    set_environment(math.ceil(1 + args.requests * args.document_tokens * _TOKEN_BYTES / 2**30))
     with TemporaryDirectory() as kept:
         pair = _pair(args, Path(kept))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"

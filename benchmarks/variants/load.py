@@ -107,9 +107,10 @@ async def _documents(
 
 
 def document_tokens(count: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Documents, none twice, whatever the seeds."""
-    starts = ((seed * count + number) * num_tokens for number in range(count))
-    return [draw_tokens(start, num_tokens) for start in starts]
+    """Documents, none twice and none with another's beginning, whatever the seeds."""
+    # An endless text repeats itself too soon: its documents would be found in the prefix cache.
+    draws = (random.Random(f"{seed}/{number}") for number in range(count))
+    return [draw.choices(range(1000, 41000), k=num_tokens) for draw in draws]
 
 
 async def _request(

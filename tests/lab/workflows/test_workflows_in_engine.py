@@ -68,8 +68,21 @@ WORKFLOWS: dict[str, Workflow] = {
     "prisoners_dilemma, predicted": lambda c, p: prisoners_dilemma(
         c, leak="plan", first="Bob", predict=True, rounds=1, sampling_params=p
     ),
+    # Plans of a game before; all else of this one is free.
+    "prisoners_dilemma, same plans": lambda c, p: prisoners_dilemma(
+        c, leak="plan", plans=[[40, 41, 42], [50, 51]], rounds=1, sampling_params=p
+    ),
     "tree_of_thoughts, paper": lambda c, p: tree_of_thoughts(
         c, QUESTIONS[0], candidates=2, voters=2, layout="paper", sampling_params=p
+    ),
+    "iterative_debate, paper": lambda c, p: iterative_debate(
+        c, QUESTIONS[0], rounds=2, layout="paper", sampling_params=p
+    ),
+    "parallel_debate, paper": lambda c, p: parallel_debate(
+        c, QUESTIONS[0], agents=ROLES, rounds=2, layout="paper", sampling_params=p
+    ),
+    "branch_solve_merge, paper": lambda c, p: branch_solve_merge(
+        c, CONCEPTS, layout="paper", sampling_params=p
     ),
     # The model's own turns, behind a token that begins every text.
     "multi_qa, paper, parallel": lambda c, p: multi_qa(
