@@ -18,7 +18,7 @@ RESULTS = BENCHMARKS / "results"
 RESULTS_PAGE = BENCHMARKS / "RESULTS.md"
 # All pages whose tables are made of the CSV files.
 _DOCS = BENCHMARKS.parent / "docs"
-_NAMES = ("papers", "fleet", "models", "gpu", "on-ramps", "variants")
+_NAMES = ("papers", "fleet", "models", "gpu", "on-ramps", "planner", "variants")
 PAGES = (RESULTS_PAGE, *(_DOCS / f"{name}.md" for name in _NAMES))
 
 
@@ -94,6 +94,11 @@ def read_csv(name: str) -> list[dict[str, str]]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def rows_of_others(name: str, **of: str) -> list[dict[str, str]]:
+    """Rows of `results/<name>.csv` that a run can keep: not of all these values."""
+    return [row for row in read_csv(name) if any(row.get(key) != of[key] for key in of)]
 
 
 def machines_in_words(rows: Sequence[Mapping[str, str]]) -> str:

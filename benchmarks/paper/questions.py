@@ -5,7 +5,7 @@
 
 A system text is the parent of both questions, and one answer is to answer both. As text the second
 question sees the first one; serially and in parallel neither does, and in parallel both lie in one
-place. Greedy decoding; an interval resamples pairs of questions.
+place. Greedy decoding; an interval resamples pairs of questions. Rows of other files stay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.record import record, rows_of_others, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.paper.tables import QUESTIONS, TABLES, TEXT
 from vllm_choreo.cli.chat_turns import turns_of_model
@@ -54,8 +54,10 @@ def main() -> int:
         "turns": turns_of_model(args.model),
         "sampling_params": LocalEngine.sampling(temperature=0, max_tokens=args.max_tokens),
     }
-    rows = [row for way in WAYS for row in answered(engine, way, pairs, options)]
-    write_csv(QUESTIONS, rows, **record())
+    about = {"data": args.data.stem if args.data else "the project's own"}
+    rows = [{**about, **row} for way in WAYS for row in answered(engine, way, pairs, options)]
+    others = rows_of_others(QUESTIONS, **about)
+    write_csv(QUESTIONS, [*others, *({**row, **record()} for row in rows)])
     print(as_text([TABLES["paper_questions"]]))
     return 0
 

@@ -80,7 +80,7 @@ TABLES = {
     ),
     "paper_questions": Table(
         QUESTIONS,
-        {"the two questions": "variant"},
+        {"questions": "data", "the two": "variant"},
         {
             "pairs": len,
             "first, %": percent(share(lambda row: bool(int(row["first"])))),

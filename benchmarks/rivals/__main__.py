@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from benchmarks.harness.record import read_csv, record, write_csv
+from benchmarks.harness.record import read_csv, record, rows_of_others, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.texts import long_text
 from benchmarks.rivals import layouts
@@ -51,28 +51,19 @@ Servers = tuple[httpx.Client | None, Mapping[str, httpx.Client]]
 def main(words: list[str] | None = None) -> int:
     args = _arguments(words)
     name = f"rivals_{args.layout}"
-    kept = results_to_keep(read_csv(name), args.data, args.add) if args.layout == "ragqa" else []
-    known = [row for row in kept if row["data"] == args.data.stem]
+    is_ragqa = args.layout == "ragqa"
+    others = rows_of_others(name, data=args.data.stem) if is_ragqa else []
+    known = [row for row in read_csv(name) if row not in others] if is_ragqa and args.add else []
     with _servers(args) as (stock, ours):
         adapter = args.adapter and (args.adapter if args.ours else ADAPTER)
         rows = _measure(args, sides_of(stock, ours, args.repair, adapter), known)
     # Without texts, which are not ours to give out.
     told = [{key: row[key] for key in row if key != "answer"} for row in rows]
-    if args.layout == "ragqa":
+    if is_ragqa:
         told = [{"data": args.data.stem, **row} for row in told]
-    write_csv(name, [*kept, *({**row, **record()} for row in told)])
+    write_csv(name, [*others, *known, *({**row, **record()} for row in told)])
     print(as_text([TABLES[name]]))
     return 0
-
-
-def results_to_keep(rows: Sequence[dict[str, str]], data: Path, is_added: bool) -> Rows:
-    """Rows that a run of ragqa leaves in the results: other files', and its own if it adds to them.
-
-    Args:
-        rows: of the results.
-        data: the file of questions, of which results keep the name without its ending.
-    """
-    return [row for row in rows if is_added or row["data"] != data.stem]
 
 
 def _measure(args: argparse.Namespace, sides: Sequence[Side], known: Rows) -> Rows:

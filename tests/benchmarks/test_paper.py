@@ -74,6 +74,8 @@ def test_questions_are_judged_apart() -> None:
         engine = SimpleNamespace(open=Sessions("It is Rome."))
         (row,) = answered(engine, way, [(anna, rome)], {"layout": "paper"})
         assert row == {"variant": way[0], "pair": "a + b", "first": 0, "second": 1}
-    rows = [{"variant": "serial", "first": "0", "second": "1"}] * 2
+    rows = [{"data": "own", "variant": "serial", "first": "0", "second": "1"}] * 2
     (_, _, line) = TABLES["paper_questions"].markdown(rows).splitlines()
-    assert line.startswith("| serial | 2 | 0.0 [0.0, 0.0] | 100.0 [100.0, 100.0] | 0.0 [0.0, 0.0]")
+    assert line.startswith(
+        "| own | serial | 2 | 0.0 [0.0, 0.0] | 100.0 [100.0, 100.0] | 0.0 [0.0, 0.0]"
+    )

@@ -127,3 +127,12 @@ def test_a_command_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.argv", ["program", *words])
     told = record.command_line()
     assert told.endswith("--data trivia.jsonl --model someone/model --share 1/2"), told
+
+
+def test_a_run_keeps_the_rows_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    assert record.rows_of_others("answers", data="musique") == []
+    rows = [{"data": data, "side": side} for data in ("musique", "hotpotqa") for side in "ab"]
+    write_csv("answers", rows)
+    assert record.rows_of_others("answers", data="musique") == rows[2:]
+    assert record.rows_of_others("answers", data="musique", side="a") == rows[1:]

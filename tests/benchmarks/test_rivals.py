@@ -259,12 +259,6 @@ def test_a_run_that_was_ended_goes_on_from_its_answers(tmp_path: Path) -> None:
     assert AnswerFile(path, about, len(sides), goes_on=False).rows == []
 
 
-def test_results_of_other_questions_are_kept() -> None:
-    rows = [{"data": "musique", "number": "0"}, {"data": "hotpotqa", "number": "0"}]
-    assert program.results_to_keep(rows, Path("of/musique.json"), is_added=False) == rows[1:]
-    assert program.results_to_keep(rows, Path("of/musique.json"), is_added=True) == rows
-
-
 def test_answers_are_compared_with_gold_and_with_the_text_question_by_question() -> None:
     def row(number: int, side: str, f1_of: float, seconds: float) -> dict[str, str]:
         found = {"data": "some", "layout": "ragqa", "number": number, "side": side}
