@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm_choreo.planner.patterns import (
     reflection,
     trading,
 )
+from vllm_choreo.planner.physical.cost import CostModel, EngineModel
 from vllm_choreo.planner.workers.facade import FacadeWorker
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
@@ -79,6 +81,21 @@ def dialogue() -> CompiledGraph:
     return build({"said": said, "last": last, "grown": grown}).compile(context=TASK["context"])
 
 
+def chosen() -> CompiledGraph:
+    """Halves of a batch that are asked differently, and one that is asked about both."""
+    q = ops.placeholder("context")
+    halves = [ops.batch_slice(q, 0, 2), ops.batch_slice(q, 2)]
+    answers = [
+        ops.llm([Msg("system", role), Msg("user", half)], sampling=GREEDY)
+        for role, half in zip(ROLES, halves, strict=True)
+    ]
+    both = ops.batch_concat(*answers)
+    again = ops.llm([Msg("user", ops.fmt("{} Is that so? {}", q, both))], sampling=GREEDY)
+    return build({"both": both, "again": again}).compile(
+        context=[*TASK["context"], *TASK["context"][::-1]]
+    )
+
+
 WORKFLOWS: dict[str, Callable[[], CompiledGraph]] = {
     "map_reduce": lambda: build([map_reduce(ROLES, sampling=GREEDY)]).compile(**TASK),
     "debate": lambda: build(debate(ROLES, sampling=GREEDY)).compile(**TASK),
@@ -93,6 +110,7 @@ WORKFLOWS: dict[str, Callable[[], CompiledGraph]] = {
         [trading(ROLES[:1], rounds=2, documents={"market": 2, "social": 3}, sampling=GREEDY)]
     ).compile(ticker=["AAA", "BBB"], **DOCUMENTS),
     "dialogue": dialogue,
+    "chosen": chosen,
 }
 
 
@@ -116,6 +134,21 @@ def test_exact_plans_give_what_the_naive_run_gives(llm: Any, name: str) -> None:
             result = invoke(compiled, c)
             assert list(result) == expected, mode
             assert all(lane.answer.exact for lane in result.stats.lanes)
+
+
+@pytest.mark.parametrize("dispatch", ["rank", "pending"])
+def test_whatever_is_begun_first_the_answers_are_the_same(llm: Any, dispatch: str) -> None:
+    """In blocks for a KV cache that holds two prompts, by either choice of what can run."""
+    compiled = WORKFLOWS["debate"]()
+    cost = CostModel(engine=EngineModel(capacity=300, width=2, step=4, decode=2.5))
+    with Choreography(llm, mode="baseline") as c:
+        expected = naive(compiled, c)
+    with Choreography(llm) as c:
+        planner = Planner(c, cost=cost)
+        planner.target = replace(planner.target, dispatch=dispatch)
+        result = planner.invoke(compiled)
+    assert list(result) == expected
+    assert all(lane.answer.exact for lane in result.stats.lanes)
 
 
 def test_a_chat_that_goes_on_encodes_its_new_turn_alone(llm: Any) -> None:
