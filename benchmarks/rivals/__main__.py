@@ -51,28 +51,33 @@ Servers = tuple[httpx.Client | None, Mapping[str, httpx.Client]]
 def main(words: list[str] | None = None) -> int:
     args = _arguments(words)
     name = f"rivals_{args.layout}"
-    is_ragqa = args.layout == "ragqa"
-    others = rows_of_others(name, data=args.data.stem) if is_ragqa else []
-    known = [row for row in read_csv(name) if row not in others] if is_ragqa and args.add else []
+    about = {"data": args.data.stem} if args.layout == "ragqa" else {}
+    others = rows_of_others(name, **about) if about else []
+    known = [row for row in read_csv(name) if row not in others] if about and args.add else []
+
+    def write(rows: Rows) -> None:
+        # Without texts, which are not ours to give out.
+        told = [{key: row[key] for key in row if key != "answer"} for row in rows]
+        measured = [{**about, **row, **record()} for row in told if row["kind"] == "timed"]
+        write_csv(name, [*others, *known, *measured])
+
     with _servers(args) as (stock, ours):
         adapter = args.adapter and (args.adapter if args.ours else ADAPTER)
-        rows = _measure(args, sides_of(stock, ours, args.repair, adapter), known)
-    # Without texts, which are not ours to give out.
-    told = [{key: row[key] for key in row if key != "answer"} for row in rows]
-    if is_ragqa:
-        told = [{"data": args.data.stem, **row} for row in told]
-    write_csv(name, [*others, *known, *({**row, **record()} for row in told)])
+        write(_measure(args, sides_of(stock, ours, args.repair, adapter), known, write))
     print(as_text([TABLES[name]]))
     return 0
 
 
-def _measure(args: argparse.Namespace, sides: Sequence[Side], known: Rows) -> Rows:
-    """Ask all sides what they were not asked before; rows that are not known, those of before too.
+def _measure(
+    args: argparse.Namespace, sides: Sequence[Side], known: Rows, write: Callable[[Rows], None]
+) -> Rows:
+    """Ask all sides what they were not asked before; all answers but the known ones.
 
     Args:
         known: rows of the results that stay, of the same file of questions.
+        write: is given all answers so far whenever all sides have answered.
     """
-    num_known = len({row["number"] for row in known if row["kind"] == "timed"})
+    num_known = len({row["number"] for row in known})
     first_number = 1 + max((int(row["number"]) for row in known), default=-1)
     sizes = {name: getattr(args, name) for name in layouts.SIZES[args.layout]}
     is_ragqa = args.layout == "ragqa"
@@ -93,6 +98,7 @@ def _measure(args: argparse.Namespace, sides: Sequence[Side], known: Rows) -> Ro
                 firsts = {row["side"]: f"{1e3 * row['first_token_s']:.0f} ms" for row in rows}
                 bar.set_postfix(firsts, refresh=False)
                 bar.update()
+                write(answers.rows)
 
         if left:
             run(args.layout, sides, make, True, on_answers, max(first_number, answers.next_number))
