@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -331,10 +332,36 @@ def test_the_program_asks_questions_over_passages(results: Path, tmp_path: Path)
         assert "answer" not in rows[0]
     reused = {row["side"]: int(row["cached_tokens"]) for row in rows[:4]}
     assert reused[STOCK] < reused["alone"] <= reused["seen"]
-    # A question more, of which the results are kept; and questions of another file.
-    data.write_text(json.dumps([item, {**item, "ctxs": passages[::-1]}, item]))
-    words[words.index("--answers") :] = ["--add", "--limit", "1"]
-    assert program.main(words) == 0
-    added = [row for row in record.read_csv("rivals_ragqa") if row["kind"] == "timed"]
-    assert added[: len(rows)] == rows and len(added) == len(rows) + 4
-    assert len({row["number"] for row in added}) == 3
+
+
+def test_results_of_other_questions_are_kept(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other files, and with --add those of the same file's earlier questions."""
+
+    @contextmanager
+    def servers(args: Any) -> Iterator[Any]:
+        stock, ours = FakeServer(), FakeServer()
+        yield stock.client(), {way: ours.client(way) for way in args.ways}
+
+    monkeypatch.setattr(program, "_servers", servers)
+
+    def asked(name: str, num_items: int, *words: str) -> list[dict[str, str]]:
+        data = tmp_path / f"{name}.json"
+        data.write_text(json.dumps([FORMS["musique"]] * num_items))
+        told = ["ragqa", "--data", str(data), "--model", "m", "--ways", "seen", *words]
+        assert program.main(told) == 0
+        return record.read_csv("rivals_ragqa")
+
+    (results / "rivals_ragqa.csv").unlink(missing_ok=True)
+    first = asked("musique", 2)
+    assert len(first) == 2 * 2 and {row["data"] for row in first} == {"musique"}
+    both = asked("hotpotqa", 1)
+    assert both[:4] == first and len(both) == 4 + 2
+    added = asked("musique", 4, "--add", "--limit", "1")
+    of_musique = [row for row in added if row["data"] == "musique"]
+    assert of_musique[:4] == first and len(of_musique) == 6 and len(added) == 8
+    assert len({row["number"] for row in of_musique}) == 3
+    assert len(asked("musique", 1)) == 2 + 2, "asked anew"
+    with pytest.raises(SystemExit):
+        asked("musique", 1, "--add", "--answers", str(tmp_path / "answers"))
