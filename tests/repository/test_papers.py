@@ -24,7 +24,7 @@ def steps_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_there_is_one_for_each_of_these() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["docs", "lint", "tests", "wheel"]
+    assert [path.stem for path in WORKFLOWS] == ["docs", "lint", "nightly", "tests", "wheel"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
