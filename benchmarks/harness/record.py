@@ -97,7 +97,7 @@ def read_csv(name: str) -> list[dict[str, str]]:
 
 
 def rows_of_others(name: str, **of: str) -> list[dict[str, str]]:
-    """Rows of `results/<name>.csv` that a run can keep: not of all these values."""
+    """Rows of `results/<name>.csv` that a run of these values leaves as they are."""
     return [row for row in read_csv(name) if any(row.get(key) != of[key] for key in of)]
 
 

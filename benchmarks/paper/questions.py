@@ -56,8 +56,8 @@ def main() -> int:
     }
     about = {"data": args.data.stem if args.data else "the project's own"}
     rows = [{**about, **row} for way in WAYS for row in answered(engine, way, pairs, options)]
-    others = rows_of_others(QUESTIONS, **about)
-    write_csv(QUESTIONS, [*others, *({**row, **record()} for row in rows)])
+    where = record()
+    write_csv(QUESTIONS, [*rows_of_others(QUESTIONS, **about), *({**row, **where} for row in rows)])
     print(as_text([TABLES["paper_questions"]]))
     return 0
 

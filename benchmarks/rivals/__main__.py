@@ -52,13 +52,15 @@ def main(words: list[str] | None = None) -> int:
     args = _arguments(words)
     name = f"rivals_{args.layout}"
     about = {"data": args.data.stem} if args.layout == "ragqa" else {}
+    adds = bool(about) and args.add
     others = rows_of_others(name, **about) if about else []
-    known = [row for row in read_csv(name) if row not in others] if about and args.add else []
+    known = [row for row in read_csv(name) if row["data"] == about["data"]] if adds else []
 
     def write(rows: Rows) -> None:
         # Without texts, which are not ours to give out.
         told = [{key: row[key] for key in row if key != "answer"} for row in rows]
-        measured = [{**about, **row, **record()} for row in told if row["kind"] == "timed"]
+        where = record()
+        measured = [{**about, **row, **where} for row in told if row["kind"] == "timed"]
         write_csv(name, [*others, *known, *measured])
 
     with _servers(args) as (stock, ours):
@@ -77,12 +79,16 @@ def _measure(
         known: rows of the results that stay, of the same file of questions.
         write: is given all answers so far whenever all sides have answered.
     """
+    names = [side.name for side in sides]
+    asked = {row["side"] for row in known}
+    if known and asked != {*names}:
+        told, given = (", ".join(sorted(one)) for one in (asked, names))
+        raise SystemExit(f"--add: the results have answers of {told}, not of {given}")
     num_known = len({row["number"] for row in known})
     first_number = 1 + max((int(row["number"]) for row in known), default=-1)
     sizes = {name: getattr(args, name) for name in layouts.SIZES[args.layout]}
     is_ragqa = args.layout == "ragqa"
     data = hashlib.sha256(args.data.read_bytes()).hexdigest() if is_ragqa else ""
-    names = [side.name for side in sides]
     about = {"layout": args.layout, "sizes": sizes, "data": data, "sides": names}
     about |= {"model": args.model or sides[0].model, "repair": args.repair, "adapter": args.adapter}
     answers = AnswerFile(args.answers, about, len(sides), goes_on=is_ragqa)

@@ -362,6 +362,8 @@ def test_results_of_other_questions_are_kept(
     of_musique = [row for row in added if row["data"] == "musique"]
     assert of_musique[:4] == first and len(of_musique) == 6 and len(added) == 8
     assert len({row["number"] for row in of_musique}) == 3
+    with pytest.raises(SystemExit, match="have answers of seen, stock, not of alone, stock"):
+        asked("musique", 4, "--add", "--ways", "alone")
     assert len(asked("musique", 1)) == 2 + 2, "asked anew"
     with pytest.raises(SystemExit):
         asked("musique", 1, "--add", "--answers", str(tmp_path / "answers"))

@@ -6,7 +6,7 @@ What a prompt means is computed by `reference` from its trees, with none of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,6 @@ def llm(plain_llama: Any) -> Any:
 @pytest.fixture(scope="module")
 def oracle(tiny_oracle: Callable[[str], Oracle]) -> Oracle:
     return tiny_oracle("llama")
-
-
-@pytest.fixture
-def c(llm: Any) -> Iterator[Choreography]:
-    with Choreography(llm) as session:
-        yield session
 
 
 def assert_same(message: Message, expected: torch.Tensor, num_header: int) -> None:

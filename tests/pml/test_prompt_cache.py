@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,6 @@ ALONE = f'<prompt schema="s"><b/>{words(5, 3)}</prompt>'
 @pytest.fixture(scope="module")
 def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
     return engine_slot(tiny_model_path("llama"), max_num_seqs=128)
-
-
-@pytest.fixture
-def c(llm: Any) -> Iterator[Choreography]:
-    with Choreography(llm) as session:
-        yield session
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,6 @@ TURNS = (
 @pytest.fixture
 def llm(plain_llama: Any) -> Any:
     return plain_llama
-
-
-@pytest.fixture
-def c(llm: Any) -> Iterator[Choreography]:
-    with Choreography(llm) as session:
-        yield session
 
 
 def assert_is_text(llm: Any, answer: Any, token_ids: Sequence[int]) -> None:
