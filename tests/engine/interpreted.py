@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32]
+# Of a prompt in a step: few, since its attention is interpreted.
+CHUNK = 64
 
 
 def pretend_triton_for_cpu() -> None:
@@ -105,7 +107,7 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
         model_path,
         additional_config={"choreo": choices["settings"]},
         num_gpu_blocks_override=choices.get("num_blocks", 256),
-        **(PICTURE_OPTIONS if choices.get("pictures") else {}),
+        **(PICTURE_OPTIONS if choices.get("pictures") else {"max_num_batched_tokens": CHUNK}),
     )
     core = llm.llm_engine.engine_core.engine_core
     return llm, core.model_executor.driver_worker.worker.model_runner
@@ -189,7 +191,7 @@ def check_ordinary(llm: Any, oracle: Any) -> None:
     from tests.engine.oracle import TIE, random_tokens
 
     rng = random.Random(5)
-    prompts = [random_tokens(rng, n) for n in (20, 260, 3)]
+    prompts = [random_tokens(rng, n) for n in (20, CHUNK + 4, 3)]
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -215,7 +217,7 @@ def check_readers(llm: Any, oracle: Any) -> None:
     with Choreography(llm) as c:
         docs = [(c.prefill(t), oracle.encode(t)) for t in (random_tokens(rng, n) for n in (40, 33))]
         calls, seen = [], []
-        for num_header, offsets in ((2, (0, 60)), (5, (31, 31)), (280, (100, 7))):
+        for num_header, offsets in ((2, (0, 60)), (5, (31, 31)), (CHUNK + 24, (100, 7))):
             header = random_tokens(rng, num_header)
             parents = [message for message, _ in docs]
             place = {"offsets": list(offsets), "new_offset": 150}
@@ -318,7 +320,7 @@ def check_chains(llm: Any, model_path: str) -> None:
     with Choreography(llm) as c:
         first = c.prefill(random_tokens(rng, 40))
         others = [c.prefill(random_tokens(rng, n), parents=[first]) for n in (33, 1)]
-        headers = [random_tokens(rng, n) for n in (1, 280)]
+        headers = [random_tokens(rng, n) for n in (1, CHUNK + 24)]
         calls = [
             {"header": header, "parents": [first, other]}
             for header, other in zip(headers, others, strict=True)

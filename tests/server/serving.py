@@ -85,6 +85,25 @@ def leave(server: Server, path: str, body: Any, has_begun: Callable[[], bool]) -
             connection.recv(1)
 
 
+def num_running(client: httpx.Client) -> float:
+    """Requests that vLLM runs or lets wait."""
+    lines = client.get("/metrics").text.splitlines()
+    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
+
+
+def num_generated(client: httpx.Client) -> float:
+    """Tokens that vLLM has generated since it started."""
+    lines = client.get("/metrics").text.splitlines()
+    name = "vllm:generation_tokens_total{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def wait_until_idle(client: httpx.Client) -> None:
+    while num_running(client):
+        time.sleep(0.05)
+
+
 def cpu_seconds(server: Server) -> float:
     """What the API server has worked so far, however busy the machine is."""
     times = psutil.Process(server.process.pid).cpu_times()

@@ -17,9 +17,10 @@ from tests.server.test_routes import GREEDY, error_of
 from vllm_choreo.testing.server import KEYS, MODEL_NAME, Server
 
 _NUM_SAMPLES = 100
-# What the server may work, for anybody, while one request waits: Python's threads take turns of
+# What the server may work, for anybody, while one request waits, as a multiple of what this machine
+# needs to count to a million (0.03 s where nothing else runs): Python's threads take turns of
 # milliseconds, and without bounds the bodies below take seconds to minutes each.
-_MAX_SECONDS_WORKED = 0.5
+_MAX_WORKED = 16
 
 
 def _pieces(count: int, more: str = "") -> str:
@@ -135,6 +136,14 @@ def _work_during_requests(session: Session, server: Server) -> list[float]:
     return worked
 
 
+def _seconds_to_count() -> float:
+    """What it takes to count to a million here and now, in seconds of a processor."""
+    start = time.thread_time()
+    for _ in range(1_000_000):
+        pass
+    return time.thread_time() - start
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_tenant_that_sends_much_work_is_not_felt_by_others(
@@ -145,9 +154,10 @@ def test_a_tenant_that_sends_much_work_is_not_felt_by_others(
         while not num_answered():
             time.sleep(0.01)  # the first of each kind reads what is imported when it is needed
         worked = _work_during_requests(innocent, server)
+        counted = _seconds_to_count()
     beta.delete(innocent.path)
     assert num_answered() > 1
-    assert sorted(worked)[-2] <= _MAX_SECONDS_WORKED, worked
+    assert sorted(worked)[-2] <= _MAX_WORKED * counted, (counted, worked)
 
 
 @pytest.mark.parametrize("attack", [name for name, (*_, text) in ATTACKS.items() if text])

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import QUICK, Session
-from tests.server.test_routes import GREEDY, LONG, error_of, num_running
+from tests.server.serving import QUICK, Session, num_running
+from tests.server.test_routes import GREEDY, LONG, error_of
 from vllm_choreo.testing.server import KEYS, Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # a server of its own

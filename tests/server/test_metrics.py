@@ -17,8 +17,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.serving import Session, leave
-from tests.server.test_routes import num_running, wait_until_idle
+from tests.server.serving import Session, leave, num_running, wait_until_idle
 from vllm_choreo.server.metrics import POLL_SECONDS
 from vllm_choreo.testing.server import KEYS, MODEL_NAME, Server
 

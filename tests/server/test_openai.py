@@ -16,8 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.server.openai_calls import Caller, plain, text_of, tokens_of
-from tests.server.serving import Session, leave
-from tests.server.test_routes import num_generated
+from tests.server.serving import Session, leave, num_generated
 from vllm_choreo.testing.server import Server
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,14 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from tests.server.serving import Session, leave
+from tests.server.serving import (
+    Session,
+    cpu_seconds,
+    leave,
+    num_generated,
+    num_running,
+    wait_until_idle,
+)
 from vllm_choreo.server.answers import (
     ChunkAnswer,
     ClosedAnswer,
@@ -406,25 +413,6 @@ def test_messages_are_pinned(session: Session, alpha: httpx.Client) -> None:
 LONG = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
 
 
-def num_running(client: httpx.Client) -> float:
-    """Requests that vLLM runs or lets wait."""
-    lines = client.get("/metrics").text.splitlines()
-    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
-
-
-def num_generated(client: httpx.Client) -> float:
-    """Tokens that vLLM has generated since it started."""
-    lines = client.get("/metrics").text.splitlines()
-    name = "vllm:generation_tokens_total{"
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-
-def wait_until_idle(client: httpx.Client) -> None:
-    while num_running(client):
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_goes_away_leaves_nothing(
     session: Session, server: Server, alpha: httpx.Client, is_stream: bool
@@ -467,9 +455,11 @@ def test_a_session_is_closed_while_its_calls_run(session: Session, alpha: httpx.
 def test_a_session_is_closed_while_its_calls_are_read(session: Session, server: Server) -> None:
     """Texts are tokenised before any call is submitted, here for about a second."""
     calls = [{"type": "prefill", "content": f"{i} " + "word " * 1500} for i in range(300)]
+    before = cpu_seconds(server)
     with ThreadPoolExecutor(1) as pool, server.client() as client:
         posted = pool.submit(client.post, f"{session.path}/messages", json={"calls": calls})
-        time.sleep(0.3)
+        while cpu_seconds(server) < before + 0.1:  # it reads
+            time.sleep(0.01)
         assert session.client.delete(session.path).status_code == 200
         answer = posted.result()
     if answer.status_code == 200:  # the machine was faster: they were submitted, and ended

@@ -30,6 +30,7 @@ def main() -> int:
     """Build the site; 1 if something is wrong with it."""
     tools = [sys.executable, "-m"]
     pages = [str(ROOT / path) for path in site_paths() if path.endswith(".md")]
+    pages += [str(path) for path in sorted(ROOT.glob("docs/reference/*.md"))]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     commands = [["codespell_lib", *pages]]
     for schema, files in SCHEMAS.items():

@@ -136,6 +136,7 @@ def main(args: argparse.Namespace) -> int:
     warm_up(engine, MODES)
     print(f"\n{comparison_text(compare_first(engine, TASKS[0].question, AGENTS[:2]))}\n")
     print(
+        f"Both came within {time.perf_counter() - began:.0f} s of the start.\n\n"
         f"Now {_num_all(tasks)} calls of two workflows, both ways, from empty caches.\n"
         f"Results go to {args.out}.",
         flush=True,
