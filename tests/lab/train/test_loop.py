@@ -193,6 +193,16 @@ def test_a_process_that_was_killed_goes_on(model_path: str, recorded: Path, tmp_
     assert (whole / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_steps_count_their_tokens_and_seconds(
+    model_path: str, recording: Recording, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, float]] = []
+    note = lambda state: seen.append((state.num_tokens, state.seconds))  # noqa: E731
+    train(model_path, recording, replace(SETTINGS, epochs=2), tmp_path, note)
+    num_tokens = sum(example.num_tokens for example in examples_of(recording)["train"])
+    assert seen[-1][0] == 2 * num_tokens and seen == sorted(seen) and seen[-1][1] > 0
+
+
 def test_what_is_done_is_not_done_again(
     model_path: str, recording: Recording, tmp_path: Path
 ) -> None:

@@ -90,6 +90,10 @@ def main(args: argparse.Namespace) -> int:
         )
     draw_curves(adapter.curves, f"{settings.loss}, nats per token", args.out / PICTURE)
     print(_summary(adapter, args.out))
+    if bar.state and bar.state.seconds:
+        tokens, seconds = bar.state.num_tokens, bar.state.seconds
+        rate = f"{tokens / seconds:,.0f} a second"
+        print(f"{tokens:,} tokens in {seconds / 60:.1f} minutes of steps: {rate}")
     return 0
 
 
@@ -102,7 +106,13 @@ def _device_and_dtype(args: argparse.Namespace) -> tuple[str, str]:
 
 
 class _Bar:
-    """A progress bar of steps, with both losses."""
+    """A progress bar of steps, with both losses and the tokens of a second.
+
+    Attributes:
+        state: progress that was shown last; None: nothing was left to be done.
+    """
+
+    state: TrainState | None = None
 
     def __enter__(self) -> _Bar:
         from tqdm import tqdm
@@ -115,11 +125,14 @@ class _Bar:
 
     def show(self, state: TrainState) -> None:
         """Show the progress that `train` reports."""
+        self.state = state
         self._bar.total = state.num_steps
         if not self._bar.n:  # what was done before took none of this run's time
             self._bar.n = self._bar.initial = state.step
-        losses = {name: f"{curve[-1][1]:.4f}" for name, curve in state.curves.items() if curve}
-        self._bar.set_postfix(losses, refresh=False)
+        shown = {name: f"{curve[-1][1]:.4f}" for name, curve in state.curves.items() if curve}
+        if state.seconds:
+            shown["tokens/s"] = f"{state.num_tokens / state.seconds:.0f}"
+        self._bar.set_postfix(shown, refresh=False)
         self._bar.update(state.step - self._bar.n)
 
 

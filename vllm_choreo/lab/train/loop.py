@@ -49,6 +49,8 @@ class TrainState:
         curves: "train" and "development", lists of `[step, nats per token]`.
         best: development loss of the best weights.
         worse: evaluations since the best one.
+        num_tokens: that the steps have read, those included that are not trained on.
+        seconds: that the steps took, evaluations not included.
     """
 
     num_steps: int
@@ -58,6 +60,8 @@ class TrainState:
     )
     best: float = math.inf
     worse: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
 
 
 def train(
@@ -157,7 +161,10 @@ class _Loop:
             vars(progress).update(state["standing"])
             self._on_step(progress)
         while progress.step < progress.num_steps and progress.worse < self._settings.patience:
-            loss = self._training.step(self._next_batch())
+            batch, began = self._next_batch(), time.perf_counter()
+            loss = self._training.step(batch)
+            progress.seconds += time.perf_counter() - began
+            progress.num_tokens += sum(example.num_tokens for example in batch)
             progress.step += 1
             progress.curves["train"].append([progress.step, loss])
             if self._is_time_to_evaluate():
