@@ -324,5 +324,5 @@ def test_the_page_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> No
     """The examples of a client; the other one is in process: tests/engine/test_auto.py."""
     chats, _, *others = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
     example = "\n".join([chats, *others]).replace("http://localhost:8000", server.base_url)
-    exec(compile(example.replace("your-key", KEYS[0]), "docs/on-ramps.md", "exec"), {})
+    exec(compile(example.replace("secret", KEYS[0]), "docs/on-ramps.md", "exec"), {})
     assert "'found': 5" in capsys.readouterr().out

@@ -458,7 +458,7 @@ def examples(server: Server) -> Iterator[str]:
     """The examples of docs/openai.md, for this server; what they make is gone afterwards."""
     page = (ROOT / "docs" / "openai.md").read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
-    yield code.replace("http://localhost:8000", server.base_url).replace("your-key", server.keys[1])
+    yield code.replace("http://localhost:8000", server.base_url).replace("secret", server.keys[1])
     made = Caller(server, None, server.keys[1])("completions", "Hm", parents=[])
     with server.client(server.keys[1]) as client:
         client.delete(f"/v1/choreo/sessions/{made['choreo']['session']}")
@@ -467,4 +467,4 @@ def examples(server: Server) -> Iterator[str]:
 def test_page_runs(examples: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It asserts what it says; test_openai_answers.py reads what it prints."""
     exec(compile(examples, "docs/openai.md", "exec"), {})
-    assert "message of this session" in capsys.readouterr().out
+    assert "session has no such message" in capsys.readouterr().out

@@ -218,8 +218,8 @@ class Entries:
             )
         forgotten = "; it may be one that was freed long ago" if len(self._gone) >= MAX_GONE else ""
         raise UnknownMessageError(
-            f"no message of this session has this name: make it in an earlier call, whose name or "
-            f"id this is, for messages of other sessions are out of reach{forgotten}",
+            f"this session has no such message{forgotten}: make it in an earlier call, with "
+            "save_as or by the id that it gets; messages of other sessions cannot be read",
             parameter=parameter,
             value=message_id,
         )
@@ -297,7 +297,8 @@ class Entries:
             is_freed = self._gone.get(message_id) == _FREED or message_id in self._held
             if message_id in self._live or is_freed or message_id in seen:
                 raise NameTakenError(
-                    "a message of this name exists, or existed: choose another name",
+                    "this session has, or had, a message of this name: choose another name, or "
+                    "open a session for each run of a program",
                     parameter="save_as",
                     value=message_id.partition("/")[2],
                 )

@@ -386,8 +386,9 @@ def _content(kind: str, given: object) -> str | tuple[int, ...] | Tokenized:
         )
     for token in given:
         if type(token) is not int:
+            call = f'[{{"{name}": text}}, …]'
             raise ChoreoError(
-                "a token id is an int; for parallel calls give a list of dicts",
+                f"a token id is an int; for calls side by side give a list of dicts, {call}",
                 parameter=name,
                 value=token,
             )

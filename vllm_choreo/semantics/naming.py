@@ -65,6 +65,8 @@ def listed(given: object, parameter: str) -> Sequence[Any]:
     # A message, too, is no list; that it is no `Sequence` is what tells.
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
         raise ChoreoError(
-            f"{parameter} must be a list of messages", parameter=parameter, value=given
+            f"{parameter} must be a list of messages; one message: [it]",
+            parameter=parameter,
+            value=given,
         )
     return given

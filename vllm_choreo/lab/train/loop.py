@@ -49,8 +49,8 @@ class TrainState:
         curves: "train" and "development", lists of `[step, nats per token]`.
         best: development loss of the best weights.
         worse: evaluations since the best one.
-        num_tokens: that the steps have read, those included that are not trained on.
-        seconds: that the steps took, evaluations not included.
+        num_tokens: tokens that the steps have read, whether they are trained on or not.
+        seconds: time that the steps took, evaluations not included.
     """
 
     num_steps: int

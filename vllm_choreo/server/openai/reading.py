@@ -40,6 +40,7 @@ ARGUMENTS = {
 }
 # Token ids with which the rendered prompt begins, and which the parents stand for.
 PREFIX_KEY = "choreo_prefix"
+_TYPE_KEY = "choreo_type"  # a field of a call on the other routes
 _PARENT = re.compile(r"(?P<id>[^\[\]]+)(\[(?P<start>\d{0,9}):(?P<stop>\d{0,9})\])?")
 
 
@@ -106,6 +107,13 @@ def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """
     keys = {**ARGUMENTS, **prompt_arguments(), PREFIX_KEY: "prefix"}
     for key in choreo_keys(xargs):
+        if key == _TYPE_KEY:
+            raise ChoreoError(
+                'requests on this route generate: POST {"type": "prefill", "content": text} to '
+                "/v1/choreo/sessions/SESSION/messages to encode a text alone",
+                parameter=f"vllm_xargs.{key}",
+                value=xargs[key],
+            )
         if key not in keys and key != SESSION_KEY:
             raise ChoreoError(
                 f"unknown key {key!r}{suggestion(key, [*keys, *AUTO_KEYS])}; the keys are "
