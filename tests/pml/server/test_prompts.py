@@ -126,7 +126,7 @@ def test_what_is_refused(c: ChoreoClient, alpha: httpx.Client) -> None:
         ('<prompt schema="none">x</prompt>', "register it first"),
         ('<prompt schema="one"><a/>x</prompt>', "line 1, column 22: the schema has no such module"),
         ('<prompt schema="one"/>', "ends with new text"),
-        ('<prompt schema="one"><message name="m"/>x</prompt>', "no message of this session"),
+        ('<prompt schema="one"><message name="m"/>x</prompt>', "session has no such message"),
     ):
         assert text in refused(alpha, "prompts", 400, prompt=prompt)["message"]
     assert refused(alpha, "prompts", 404, prompt="x", session="none")["param"] == "session"
