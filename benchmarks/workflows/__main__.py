@@ -9,9 +9,9 @@ Tree of thoughts (identical voters), iterative debate and parallel debate on mat
 Each question's answers are generated once without choreography, then replayed, token by token, on
 every side in turn: see `benchmarks.harness.sides`. `--full` has answers as long as those of the
 paper's Table 5; the bars count there alone, for what a call saves grows with what it need not
-encode again. Several lengths (`--answer-tokens 100 200 400`) are the questions' in turn, for
-the picture of gains end to end against tokens generated. `--processes` is the check against stock
-vLLM, in processes of their own.
+encode again. Several lengths (`--answer-tokens 100 200 400`) are the questions' in turn, for the
+gains end to end against tokens generated (the paper's Figure 7), in a file of their own.
+`--processes` is the check against stock vLLM, in processes of their own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.harness.sides import (
 from benchmarks.harness.tables import as_text
 from benchmarks.workflows.bars import FULL_ANSWER_TOKENS, bars_reached, is_full
 from benchmarks.workflows.picture import draw
-from benchmarks.workflows.tables import CHECK, DECIDED, TABLES
+from benchmarks.workflows.tables import CHECK, DECIDED, LENGTHS, TABLES
 from vllm_choreo.lab.problems import Problem, algebra, counting, load_jsonl
 from vllm_choreo.transcript.transcript import Transcript
 
@@ -49,7 +49,8 @@ ADVICE = "\n\nReason step by step, and put the final answer in \\boxed{}."
 
 def main() -> int:
     args = _arguments()
-    name = CHECK if args.processes else DECIDED
+    by_length = len(args.answer_tokens) > 1
+    name = CHECK if args.processes else LENGTHS if by_length else DECIDED
     tasks: list[tuple[str, Path]] = []
     runs: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
@@ -65,10 +66,11 @@ def main() -> int:
             runs += _pass(sides, tasks, number, CostModel(found))
             write_csv(name, runs, **record())
             write_csv(f"{name}_steps", steps, **record())
-    if not args.processes:
-        draw(runs)
+    if by_length:
+        draw(runs, name)
     print(as_text([TABLES[name]]))
-    return int(is_full(runs) and not args.processes and not bars_reached(runs))
+    has_bars = name == DECIDED and is_full(runs)
+    return int(has_bars and not bars_reached(runs))
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,6 +87,8 @@ def _arguments() -> argparse.Namespace:
         parser.set_defaults(questions=12, **lengths)
     args = parser.parse_args()
     args.sides = list(IN_PROCESSES if args.processes else SIDES)
+    if args.processes and len(args.answer_tokens) > 1:
+        parser.error("--processes takes one length of answers")
     args.passes = args.passes or (2 if args.processes else 6)
     return args
 

@@ -27,16 +27,18 @@ def points(rows: Rows, workflow: str) -> list[tuple[int, float]]:
     return sorted(found)
 
 
-def draw(rows: Rows) -> None:
-    """Draw a point a question, for each workflow; one question makes no picture."""
+def draw(rows: Rows, name: str) -> None:
+    """Draw a point a question, for each workflow.
+
+    Args:
+        name: name of the picture's file, without its ending.
+    """
     workflows = list(dict.fromkeys(row["workflow"] for row in rows))
     found = {workflow: points(rows, workflow) for workflow in workflows}
-    if max(map(len, found.values())) < 2:
-        return
     figure, all_axes = panels(workflows)
     for axes, places in zip(all_axes, found.values(), strict=True):
         axes.axhline(1, color=PALE, lw=1)
         axes.plot(*zip(*places, strict=True), "o", color=BLUE, ms=5)
         axes.set_xlabel("tokens generated", color=INK)
         axes.set_ylabel("end to end, baseline / choreographed", color=INK)
-    save_picture(figure, "workflows")
+    save_picture(figure, name)

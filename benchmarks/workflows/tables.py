@@ -9,8 +9,8 @@ from benchmarks.harness.stats import median
 from benchmarks.harness.tables import Cell, Rows, Table, Values, interval, middle, of, only, over
 from benchmarks.workflows.bars import BARS, REPAIRED_BARS
 
-# The CSV files: sides on one engine, and each in a process of its own.
-DECIDED, CHECK = "workflows", "workflows_processes"
+# The CSV files: sides on one engine, and each in a process of its own; answers of several lengths.
+DECIDED, CHECK, LENGTHS = "workflows", "workflows_processes", "workflows_lengths"
 _TTFT, _SECONDS = "ttft_mean_s", "seconds"
 
 
@@ -67,5 +67,18 @@ TABLES = {
             "ratio, all": interval(over(of(f"stock {_SECONDS}"), of(_SECONDS)), ".3f"),
         },
         rows=_runs_against_stock,
+    ),
+    "workflows_lengths": Table(
+        LENGTHS,
+        {"workflow": "workflow", "answers, tokens": "longest_answer"},
+        {
+            "generated": middle(of("generated_tokens", side="choreo"), ",.0f"),
+            "baseline, ms": middle(of(_TTFT, 1e3, side="baseline"), ".0f"),
+            "choreographed, ms": middle(of(_TTFT, 1e3, side="choreo"), ".0f"),
+            "ratio": interval(_gain(_TTFT), ".1f"),
+            "baseline, s": middle(of(_SECONDS, side="baseline"), ".1f"),
+            "choreographed, s": middle(of(_SECONDS, side="choreo"), ".1f"),
+            "ratio, all": interval(_gain(_SECONDS), ".3f"),
+        },
     ),
 }  # fmt: skip
