@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import transformers
 
 from tests.engine.engines import start_engine, stop_engine
 from vllm_choreo.engine import query_scaling
+from vllm_choreo.engine.worker.probe import _Vectors
 from vllm_choreo.errors import UnsupportedModelError
+from vllm_choreo.ops import Rotation
+from vllm_choreo.ops.reference import rotate
 
 MAX_MODEL_LEN = 16_384
 ORIGINAL = 8_192  # beyond it queries are scaled
@@ -31,6 +35,17 @@ _SIZES = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+
+
+def test_vectors_that_are_no_numbers_are_no_rotation() -> None:
+    rotation = Rotation(inv_freq=torch.ones(2, dtype=torch.float64), is_neox=True)
+    good = rotate(torch.ones(3, 1, 4), rotation.cos_sin(torch.arange(3))[:, None], True)
+    assert _Vectors("0", range(3), (good,)).rotation_error(rotation) < 1e-5
+    for at in range(3):
+        bad = good.clone()
+        bad[at, 0, 1] = torch.nan
+        for asked in (rotation, None):
+            assert math.isinf(_Vectors("0", range(3), (good, bad)).rotation_error(asked))
 
 
 def _mistral() -> transformers.PretrainedConfig:

@@ -313,7 +313,10 @@ class _Vectors:
         return _Vectors(self.layer, self.positions, self.parts[1:])
 
     def rotation_error(self, rotation: Rotation | None) -> float:
-        """Largest deviation from the first position's vectors, rotated; lengths do not count."""
+        """Largest deviation from the first position's vectors, rotated; lengths do not count.
+
+        Infinite where a vector is no number.
+        """
         worst = 0.0
         for vectors in self.parts:
             expected = vectors[:1].expand_as(vectors)
@@ -324,7 +327,7 @@ class _Vectors:
             off = (expected * lengths.nan_to_num(1.0) - vectors).abs().amax((1, 2))
             largest = vectors.abs().amax((1, 2))
             errors = torch.where(largest > 0, off / largest, off) - self._slack(rotation)
-            worst = max(worst, float(errors.max()))
+            worst = max(worst, float(errors.nan_to_num(nan=torch.inf, posinf=torch.inf).max()))
         return worst
 
     def _slack(self, rotation: Rotation | None) -> torch.Tensor:
