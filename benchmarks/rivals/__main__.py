@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from benchmarks.rivals.answers import AnswerFile
 from benchmarks.rivals.questions import read_questions
 from benchmarks.rivals.sides import WAYS, Rows, Side, count_requests, run, sides_of
 from benchmarks.rivals.tables import LAYOUTS, TABLES
+from vllm_choreo.trained_adapter import ModelIdentity, adapter_weights
 
 KEY = "bench"
 ADAPTER = "adapter"  # its name on servers that are started here
@@ -59,7 +62,8 @@ def main(words: list[str] | None = None) -> int:
     def write(rows: Rows) -> None:
         # Without texts, which are not ours to give out.
         told = [{key: row[key] for key in row if key != "answer"} for row in rows]
-        where = record()
+        where = {"set_up": _set_up(args)} if about else {}
+        where |= record()
         measured = [{**about, **row, **where} for row in told if row["kind"] == "timed"]
         write_csv(name, [*others, *known, *measured])
 
@@ -84,6 +88,11 @@ def _measure(
     if known and asked != {*names}:
         told, given = (", ".join(sorted(one)) for one in (asked, names))
         raise SystemExit(f"--add: the results have answers of {told}, not of {given}")
+    if any(row["set_up"] != _set_up(args) for row in known):
+        raise SystemExit(
+            "--add: the results are of another model, --repair, --adapter or of other sizes; "
+            "without --add they are measured anew"
+        )
     num_known = len({row["number"] for row in known})
     first_number = 1 + max((int(row["number"]) for row in known), default=-1)
     sizes = {name: getattr(args, name) for name in layouts.SIZES[args.layout]}
@@ -109,6 +118,17 @@ def _measure(
         if left:
             run(args.layout, sides, make, True, on_answers, max(first_number, answers.next_number))
     return answers.rows
+
+
+def _set_up(args: argparse.Namespace) -> str:
+    """A digest of what answers depend on beside the question."""
+    sizes = {name: getattr(args, name) for name in layouts.SIZES[args.layout]}
+    adapter = args.adapter and (adapter_weights(Path(args.adapter)) or args.adapter)
+    model: Any = [args.stock, args.ours]
+    if not any(model):
+        model = asdict(ModelIdentity.of(_model(args)))
+    told = json.dumps([model, args.repair, adapter, sizes])
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:

@@ -364,6 +364,9 @@ def test_results_of_other_questions_are_kept(
     assert len({row["number"] for row in of_musique}) == 3
     with pytest.raises(SystemExit, match="have answers of seen, stock, not of alone, stock"):
         asked("musique", 4, "--add", "--ways", "alone")
+    for other in (("--model", "other"), ("--repair", "first:8"), ("--adapter", "a")):
+        with pytest.raises(SystemExit, match="another model, --repair, --adapter"):
+            asked("musique", 4, "--add", *other)
     assert len(asked("musique", 1)) == 2 + 2, "asked anew"
     with pytest.raises(SystemExit):
         asked("musique", 1, "--add", "--answers", str(tmp_path / "answers"))
