@@ -68,6 +68,9 @@ def try_wheel(wheel: Path) -> None:
         index = os.environ.get("TORCH_INDEX_URL")  # see Makefile
         extra = ["--extra-index-url", index] if index else []
         _run([python, "-m", "pip", "install", "--quiet", *extra, f"{wheel}[cpu]"], scratch)
+        # As docs/install.md says.
+        foreign = ["torchvision", "torchaudio", "torchcodec"]
+        _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *foreign], scratch)
         _run([python, "-m", "vllm_choreo.testing.selfcheck"], scratch)
 
 

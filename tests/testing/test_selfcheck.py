@@ -49,6 +49,21 @@ def test_answers_that_are_no_numbers_are_not_alike() -> None:
     assert difference(answer(math.nan), answer(math.nan)) == math.inf
 
 
+def test_packages_of_another_build_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As pip may install beside a torch for CPUs: transformers does not load then."""
+    for name, text in (("torchvision", "raise RuntimeError('no nms')"), ("torchaudio", "")):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    assert selfcheck.main([]) == 1
+    said = capsys.readouterr().out
+    assert "transformers does not load: torchvision;" in said
+    assert said.rstrip().endswith("pip uninstall --yes torchvision")
+
+
 @pytest.mark.parametrize(("num_broken", "said"), [(0, "all laws hold"), (2, "2 laws do not hold")])
 def test_the_status_tells_whether_all_hold(
     num_broken: int,

