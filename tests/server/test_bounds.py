@@ -18,7 +18,7 @@ from vllm_choreo.testing.server import KEYS, MODEL_NAME, Server
 
 _NUM_SAMPLES = 100
 # What the server may work, for anybody, while one request waits, as a multiple of what this machine
-# needs to count to a million (0.03 s where nothing else runs): Python's threads take turns of
+# needs to count to a million (measured: 0.06 s, on a slow one): Python's threads take turns of
 # milliseconds, and without bounds the bodies below take seconds to minutes each.
 _MAX_WORKED = 16
 

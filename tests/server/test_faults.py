@@ -36,8 +36,8 @@ POOL_BLOCKS = 41
 LONG = {"temperature": 0.0, "max_tokens": 500, "ignore_eos": True}
 LONGEST = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
 SHORT = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
-# So many calls that their tokens take minutes: the pool has room for one of them at a time. Nothing
-# of this is complete when a test has seen it begin, however busy the machine is.
+# So many calls that their tokens take minutes: the pool has room for one or two of them at a time.
+# They are not complete when a test has seen them begin, however busy the machine is.
 MANY = 40
 
 
@@ -128,8 +128,7 @@ def test_a_client_that_vanishes_takes_its_calls_along(tiny_server: Server, strea
             with client.stream("POST", path, json=body) as response:
                 next(response.iter_lines())
         else:
-            has_begun = lambda: session.message("child").status_code != 404  # noqa: E731
-            leave(tiny_server, path, body, has_begun)
+            leave(tiny_server, path, body, lambda: session.message("child").status_code != 404)
         for name in ("parent", "child"):  # can be used again, as those of calls that have ended
             _wait_until_free(session, name)
         assert client.delete(session.path).status_code == 200

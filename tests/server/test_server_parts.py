@@ -38,6 +38,7 @@ from vllm_choreo.server.answers import FleetAnswer, ResultsAnswer, results_json
 from vllm_choreo.server.errors import as_choreo_error, error_json, status_of
 from vllm_choreo.server.openai import auto_options
 from vllm_choreo.server.openai.auto_options import AutoOptions, read_options
+from vllm_choreo.server.openai.reading import read_arguments
 from vllm_choreo.server.page import MAX_MESSAGES, session_page
 from vllm_choreo.server.plugin import check_one_engine, check_one_process
 from vllm_choreo.server.routes import show_fleet
@@ -68,6 +69,11 @@ def message(name: str = "a", *parents: str, **changes: Any) -> Message:
 
 
 # -- answers -------------------------------------------------------------------------------------
+
+
+def test_who_asks_for_a_prefill_is_told_where() -> None:
+    with pytest.raises(ChoreoError, match=r"POST .*/messages to encode a text alone"):
+        read_arguments({"choreo_type": "prefill"})
 
 
 def test_usage_counts_what_was_read_and_written() -> None:

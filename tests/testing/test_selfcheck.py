@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from vllm.logprobs import Logprob
@@ -53,10 +54,10 @@ def test_packages_of_another_build_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As pip may install beside a torch for CPUs: transformers does not load then."""
-    for name, text in (("torchvision", "raise RuntimeError('no nms')"), ("torchaudio", "")):
-        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('no nms')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "torchaudio", ModuleType("torchaudio"))
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     assert selfcheck.main([]) == 1
     said = capsys.readouterr().out

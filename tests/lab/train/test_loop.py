@@ -197,7 +197,10 @@ def test_steps_count_their_tokens_and_seconds(
     model_path: str, recording: Recording, tmp_path: Path
 ) -> None:
     seen: list[tuple[int, float]] = []
-    note = lambda state: seen.append((state.num_tokens, state.seconds))  # noqa: E731
+
+    def note(state: TrainState) -> None:
+        seen.append((state.num_tokens, state.seconds))
+
     train(model_path, recording, replace(SETTINGS, epochs=2), tmp_path, note)
     num_tokens = sum(example.num_tokens for example in examples_of(recording)["train"])
     assert seen[-1][0] == 2 * num_tokens and seen == sorted(seen) and seen[-1][1] > 0
