@@ -35,6 +35,7 @@ _AUTO = "tests/server/test_auto.py::test_the_page_runs"
 _TRAINED = "tests/lab/train/test_docs.py::test_what_the_commands_leave_behind"
 _COMMANDS = "tests/lab/train/test_docs.py::test_all_commands_are_understood"
 _WORKFLOW = "tests/lab/cli/test_run_in_engine.py::test_the_workflow_of_the_documentation"
+_FUNCTIONS = "tests/lab/cli/test_run_in_engine.py::test_the_page_has_functions_written"
 _ROLES = "tests/lab/cli/test_roles_in_engine.py::test_documented_commands_are_understood"
 _PARTS = "not run: parts of a program, whose names are the reader's"
 _CLIENT = "not run: it goes on from a client of another page; test_prompts.py asks the same"
@@ -138,7 +139,14 @@ RUN_BY: dict[str, list[str]] = {
         _SERVES,
     ],
     "docs/wings.md": ["tests/server/test_wings.py::installed"] * 2,
-    "docs/workflows.md": [_LONG, _SERVES, _LONG, _LONG, *[_WORKFLOW] * 3],
+    "docs/workflows.md": [
+        _LONG,
+        _FUNCTIONS,
+        _SERVES,
+        _LONG,
+        _LONG,
+        *[_WORKFLOW] * 3,
+    ],
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,30 @@ def test_a_file_of_questions_and_a_game(tmp_path: Path) -> None:
     (played,) = game.values()
     assert len(played["answers"]) == 2
     assert [s["stage"] for s in played["steps"]].count("as heard") == 2
+
+
+def test_the_page_has_functions_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of docs/workflows.md, with its consent and without; recorded functions, too."""
+    (line,) = re.findall(r"^.* run code_review .*$", DOCS, re.MULTILINE)
+    consent, program, subcommand, *arguments = shlex.split(line)
+    assert (program, subcommand) == ("vllm-choreo", "run")
+    name, _, value = consent.partition("=")
+    monkeypatch.setenv(name, value)
+    made = run(tmp_path / "a", *arguments, "--limit", "1")
+    for transcript in made.values():
+        (problem,) = transcript["task"]["problems"]
+        assert problem["kind"] == "code" and len(problem["answers"]) == 2
+    assert [s["role"] for s in made["transcript-choreo.json"]["steps"]][-1] == "answer"
+    assert re.search(r"^functions +choreo +[01] of 1 ", capsys.readouterr().out, re.MULTILINE)
+    recorded = tmp_path / "a" / "transcript-choreo.json"
+    run(tmp_path / "b", "code_review", "--replay", str(recorded))
+    monkeypatch.delenv(name)
+    for given in (arguments, ["code_review", "--replay", str(recorded)]):
+        assert cli.main(["run", *given, "--out", str(tmp_path / "c")]) == 1
+        assert f"set {name}=1" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_problem_that_does_not_fit_fails_alone(

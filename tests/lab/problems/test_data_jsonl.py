@@ -103,6 +103,8 @@ def test_limit_and_empty_lines(tmp_path: Path) -> None:
         ({"concepts": [1, 2]}, "concepts", "must be a list of strings"),
         ({"ordered_kv_records": [["a"]], "key": "a", "value": "1"}, "ordered_kv_records", "pairs"),
         ({"ordered_kv_records": [["a", "1"]], "key": "b", "value": "1"}, "key", "no pair of"),
+        ({"entry_point": "f", "test": "check"}, "prompt", "must be a string"),
+        ({"entry_point": "f()", "prompt": "def f():", "test": "x"}, "entry_point", "name of a"),
         ([1], "", "a list, not an object"),
     ],
 )

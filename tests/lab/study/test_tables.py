@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import csv
 import json
 import re
@@ -19,7 +20,8 @@ from tests.chat.chat_templates import tokenizer_of
 from tests.engine.adapters import Adapter
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.task import Task
-from vllm_choreo.lab.problems import Problem
+from vllm_choreo.lab.problems import Problem, functions
+from vllm_choreo.lab.problems.programs import CONSENT
 from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT, Judged
 from vllm_choreo.lab.study.tables import arms as table_arms
 from vllm_choreo.lab.study.tables import command, running
@@ -27,6 +29,7 @@ from vllm_choreo.lab.study.tables.definitions import TABLES, measured
 from vllm_choreo.lab.study.tables.log import RunLog
 from vllm_choreo.lab.workflows.prisoners_dilemma import STRATEGIES
 
+FUNCTIONS = Path(__file__).with_name("functions.jsonl")
 DOCS = (Path(__file__).parents[3] / "docs" / "answers.md").read_text(encoding="utf-8")
 
 
@@ -76,6 +79,17 @@ def test_cooperation_is_counted_by_what_alice_is_told() -> None:
     ):
         found = [measured(one, task, _judged(*answers)) for one in table.measures.values()]
         assert [one.is_right for one in found] == expected
+
+
+def test_functions_that_pass_their_test_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONSENT, "1")
+    (problem,) = functions(1)
+    head, test = problem.answers
+    task, (measure,) = Task("0", "file", {}, (problem,)), TABLES["code_review"].measures.values()
+    expected = [ast.literal_eval(line.partition(" == ")[2]) for line in test.splitlines()]
+    right = f"{head}    return iter_answers.pop(0)\n\niter_answers = {expected!r}\n```\nSo it is."
+    for answer, is_right in ((right, True), (head, False), ("I do not know.", False)):
+        assert measured(measure, task, _judged(answer)).is_right is is_right
 
 
 def test_parents_are_seen_where_they_were_encoded() -> None:
@@ -221,6 +235,7 @@ def test_an_arm_that_is_added_runs_alone(
         (["multi_qa"], "name it with --data"),
         (["prisoners_dilemma", "--data", "x"], "leave out --data"),
         (["parallel_debate", "--data", "/nowhere.jsonl"], "cannot read"),
+        (["code_review", "--data", str(FUNCTIONS)], f"set {CONSENT}=1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], advice: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ _INPUTS: dict[str, list[dict[str, Any]]] = {
     "branch_solve_merge": [
         {"concepts": ["a", "b"], "layout": layout} for layout in ("standard", "paper")
     ],
+    "code_review": [{"question": "q"}],
     "prisoners_dilemma": [{"predict": True}],
 }
 

@@ -13,6 +13,7 @@ from tests.lab.notes import Notes, message, reads
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge, groups_of
 from vllm_choreo.lab.workflows.chat import user
+from vllm_choreo.lab.workflows.code_review import code_review
 from vllm_choreo.lab.workflows.direct import direct
 from vllm_choreo.lab.workflows.document_qa import document_qa
 from vllm_choreo.lab.workflows.iterative_debate import is_settled, iterative_debate
@@ -253,6 +254,17 @@ def test_stories_are_written_apart_and_merged_as_the_variant_says(variant: str) 
         assert reads(log, "as text", "story 2") == ["as text/story 1"]
         assert message(log, "as text", "story 2").token_ids == second.token_ids
     assert log.answers == ("merged",)
+
+
+def test_each_role_reads_the_task_and_all_that_was_said_before_it() -> None:
+    log = code_review(Notes("def f(): ...", " f() is None", "def f():\n    pass"), "Write f.")
+    read = ["task/question"]
+    for name, stage in (("coder", "code"), ("tester", "tests"), ("reviewer", "answer")):
+        assert reads(log, stage, name) == [f"task/{name}", *read]
+        read.append(f"{stage}/{name}")
+    prompts = [step for step in log.steps if step.stage == "task"]
+    assert len(prompts) == 4 and not any(step.message.parents for step in prompts)
+    assert log.answers == ("def f():\n    pass",)
 
 
 def test_documents_are_encoded_behind_the_instruction_and_apart() -> None:

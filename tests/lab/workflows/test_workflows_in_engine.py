@@ -17,6 +17,7 @@ from vllm_choreo.chat.turns import turns_of_tokenizer
 from vllm_choreo.errors import OffsetError
 from vllm_choreo.lab.record.replay import Replay
 from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge
+from vllm_choreo.lab.workflows.code_review import code_review
 from vllm_choreo.lab.workflows.direct import direct
 from vllm_choreo.lab.workflows.iterative_debate import iterative_debate
 from vllm_choreo.lab.workflows.multi_qa import multi_qa
@@ -65,6 +66,7 @@ WORKFLOWS: dict[str, Workflow] = {
         )
         for leak in ("both", "none")
     },
+    "code_review": lambda c, p: code_review(c, QUESTIONS[1], sampling_params=p),
     "prisoners_dilemma, predicted": lambda c, p: prisoners_dilemma(
         c, leak="plan", first="Bob", predict=True, rounds=1, sampling_params=p
     ),

@@ -30,6 +30,7 @@ WORKFLOWS = {
     "multi_qa": "two questions, encoded apart, and one answer to both",
     "document_qa": "documents, encoded apart, and one answer from all of them",
     "branch_solve_merge": "two stories with half of the words each, merged into one",
+    "code_review": "a coder, a tester and a reviewer write a function",
     "prisoners_dilemma": "two agents with secret plans talk, then cooperate or defect",
 }
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from vllm_choreo.cli.engine import LocalEngine
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.options import OPTIONS, WORKFLOWS
-from vllm_choreo.lab.cli.task import Task, program_of, unreadable
+from vllm_choreo.lab.cli.task import Task, check_may_be_judged, program_of, unreadable
 from vllm_choreo.lab.problems import Kind, Problem
 from vllm_choreo.transcript.check import check_form
 from vllm_choreo.transcript.transcript import Transcript
@@ -86,7 +86,7 @@ def recorded_task(path: Path) -> Task:
     """The run of a file.
 
     Raises:
-        ChoreoError: it cannot be read, or is no transcript of `vllm-choreo run`.
+        ChoreoError: it cannot be read, is no transcript of `vllm-choreo run`, or may not be judged.
     """
     try:
         data = json.loads(path.read_text("utf-8"))
@@ -118,6 +118,7 @@ def _task(data: dict[str, Any], transcript: Transcript, path: Path) -> Task:
         found = f"{path} has other inputs than {transcript.workflow} takes ({error})"
         raise ChoreoError(found) from error
     problems = tuple(_problem(f, f"task.problems[{i}]") for i, f in enumerate(about["problems"]))
+    check_may_be_judged(problems)
     return Task(about["id"], about["source"], inputs, problems, transcript)
 
 
@@ -145,5 +146,7 @@ def _argument(name: str, value: object) -> object:
 def _problem(fields: dict[str, Any], place: str) -> Problem:
     if fields["kind"] not in get_args(Kind):
         raise ValueError(f"{place}.kind must be one of {get_args(Kind)}, not {fields['kind']!r}")
+    if fields["kind"] == "code" and len(fields["answers"]) != 2:
+        raise ValueError(f"{place}.answers must be two programs, not {len(fields['answers'])}")
     lists = {name: tuple(fields[name]) for name in ("answers", "documents")}
     return Problem(**{**fields, **lists})

@@ -37,6 +37,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "multi_qa": ("question", "system", "answer"),
     "document_qa": ("instruction", "document", "answer"),
     "branch_solve_merge": ("branch", "story", "merge prompt", "merge"),
+    "code_review": ("question", "coder", "tester", "reviewer", "code", "tests", "answer"),
     "prisoners_dilemma": ("rules", "system", "plan", "utterance", "prediction", "decision"),
 }
 Players = dict[str, tuple[str, ...]]

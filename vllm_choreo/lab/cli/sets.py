@@ -13,6 +13,7 @@ from vllm_choreo.lab.problems import (
     arithmetic,
     concept_lists,
     fact_pairs,
+    functions,
     key_values,
     list_pairs,
     reports,
@@ -54,5 +55,6 @@ SETS: dict[str, dict[str, ProblemSet]] = {
         "fact_pairs": ProblemSet(fact_pairs, 20),
         "list_pairs": ProblemSet(list_pairs, 60),
     },
+    "code_review": {"functions": ProblemSet(functions, 160)},
     "branch_solve_merge": {"concepts": ProblemSet(functools.partial(concept_lists, size=10))},
 }

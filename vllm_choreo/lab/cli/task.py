@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +13,7 @@ from typing import Any
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.problems import Problem
 from vllm_choreo.lab.problems.grading import coverage, is_correct
+from vllm_choreo.lab.problems.programs import check_code_may_run
 from vllm_choreo.transcript.transcript import Transcript
 
 _MAX_SHOWN = 4  # of the ways to write an answer
@@ -70,7 +71,19 @@ def _most_right(problem: Problem, answers: Sequence[str]) -> bool:
 def _expected(problem: Problem) -> str:
     if problem.kind == "concepts":
         return ", ".join(problem.answers)
+    if problem.kind == "code":
+        return "passes its test"
     return " / ".join(problem.answers[:_MAX_SHOWN])
+
+
+def check_may_be_judged(problems: Iterable[Problem]) -> None:
+    """Refuse problems before the first run, and not when that is judged.
+
+    Raises:
+        ChoreoError: answers are programs, which may not be run here.
+    """
+    if any(problem.kind == "code" for problem in problems):
+        check_code_may_run()
 
 
 def transcript_json(task: Task, transcript: Transcript) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.options import OPTIONS
 from vllm_choreo.lab.cli.recorded import recorded_tasks
 from vllm_choreo.lab.cli.sets import DEFAULT_MAX_TOKENS, DEFAULT_SHORT_TOKENS, SETS, ProblemSet
-from vllm_choreo.lab.cli.task import Task, unreadable
+from vllm_choreo.lab.cli.task import Task, check_may_be_judged, unreadable
 from vllm_choreo.lab.problems import DataError, Problem, load_jsonl
 from vllm_choreo.lab.workflows.chat import CHATML
 from vllm_choreo.lab.workflows.prisoners_dilemma import NAMES
@@ -35,6 +35,10 @@ _NEEDED: dict[str, tuple[str, Callable[[Problem], bool]]] = {
         lambda problem: problem.kind == "concepts" and len(problem.answers) > 1,
     ),
     "document_qa": ("documents", lambda problem: bool(problem.documents)),
+    "code_review": (
+        "prompt, entry_point and test",
+        lambda problem: problem.kind == "code",
+    ),
 }
 # How an answer is to be given, so that it is found in what the model says.
 _FORM = {
@@ -42,6 +46,7 @@ _FORM = {
     "math": "\nThink step by step. Put the final answer into \\boxed{}.",
     "trivia": "",
     "concepts": "",
+    "code": "",
 }
 
 
@@ -49,14 +54,15 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks that the command line asks for.
 
     Raises:
-        ChoreoError: a file cannot be read, or does not suit the workflow.
+        ChoreoError: a file cannot be read, or does not suit the workflow; or its answers are
+            programs, which may not be run here.
     """
     if args.replay:
         return recorded_tasks(args)
     options = {name: getattr(args, name) for name in OPTIONS.get(args.workflow, {})}
     options = {name: value for name, value in options.items() if value is not None}
-    options |= _turns(args)
     if args.workflow == "prisoners_dilemma":
+        options |= _turns(args)
         return [
             Task(
                 f"game {i + 1}",
@@ -66,7 +72,10 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
             )
             for i in range(args.limit or 1)
         ]
-    groups = _groups(args.workflow, _problems(args))
+    problems = _problems(args)
+    check_may_be_judged(problems)
+    groups = _groups(args.workflow, problems)
+    options |= _turns(args)
     return [
         Task(
             id=" + ".join(problem.id for problem in group),

@@ -9,6 +9,7 @@ from vllm_choreo.lab.problems.documents import (
     stated_numbers,
 )
 from vllm_choreo.lab.problems.facts import trivia
+from vllm_choreo.lab.problems.functions import functions
 from vllm_choreo.lab.problems.generate import algebra, arithmetic, counting
 from vllm_choreo.lab.problems.jsonl import DataError, load_jsonl
 from vllm_choreo.lab.problems.long_documents import reports
@@ -25,6 +26,7 @@ __all__ = [
     "concept_lists",
     "counting",
     "fact_pairs",
+    "functions",
     "key_values",
     "list_pairs",
     "load_jsonl",

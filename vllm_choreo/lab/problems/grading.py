@@ -20,6 +20,7 @@ from vllm_choreo.lab.problems.inflections import inflections
 from vllm_choreo.lab.problems.latex import last_boxed, math_equal
 from vllm_choreo.lab.problems.numbers import numbers
 from vllm_choreo.lab.problems.problem import Kind
+from vllm_choreo.lab.problems.programs import passes
 
 _MARK = "####"
 _STATED = re.compile(r"\banswer\s*(?:is|=|:)\s*:?\s*(.+?)(?:\.(?=\s|$)|\n|$)", re.IGNORECASE)
@@ -33,9 +34,11 @@ def is_correct(kind: Kind, text: str, answers: Sequence[str]) -> bool:
     Args:
         kind: kind of the problem.
         text: generated text.
-        answers: answers of the problem; of kind "concepts" the concepts, all of which must occur.
+        answers: answers of the problem; of kind "concepts" the concepts, all of which must occur;
+            of kind "code" what `text` completes, and the test, which is run: see `programs.passes`.
 
     Raises:
+        ChoreoError: programs may not be run; see `programs.check_code_may_run`.
         ValueError: no such kind.
     """
     if kind == "number":
@@ -49,7 +52,10 @@ def is_correct(kind: Kind, text: str, answers: Sequence[str]) -> bool:
         return contains_any(text, answers)
     if kind == "concepts":
         return coverage(text, answers) == 1.0
-    raise ValueError(f"kind must be number, math, trivia or concepts, not {kind!r}")
+    if kind == "code":
+        head, test = answers
+        return passes(text, head, test)
+    raise ValueError(f"kind must be number, math, trivia, concepts or code, not {kind!r}")
 
 
 def final_number(text: str) -> Fraction | None:

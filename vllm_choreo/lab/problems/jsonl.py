@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions from JSON lines: the usual files of MATH, GSM8K, TriviaQA, CommonGen, NaturalQuestions,
-and, with long documents, of MuSiQue, HotpotQA and LongBench.
+"""Questions from JSON lines: the usual files of MATH, GSM8K, TriviaQA, CommonGen, NaturalQuestions
+and HumanEval, and, with long documents, of MuSiQue, HotpotQA and LongBench.
 
 What a row is follows from its fields and from what stands in them, not from the file's name:
 
@@ -8,6 +8,7 @@ What a row is follows from its fields and from what stands in them, not from the
 |---|---|
 | `concepts` | concepts |
 | `ordered_kv_records`, `key`, `value` | trivia |
+| `prompt`, `entry_point`, `test` | code |
 | `question`, `problem` or `input`, `answers` | trivia |
 | the same, `answer` and `answer_aliases` | trivia |
 | `question` or `problem`, `answer` or `solution` | math with a box; else number if the answer is |
@@ -16,7 +17,7 @@ What a row is follows from its fields and from what stands in them, not from the
 The problem's documents are the records; or what stands beside a question: `title` and `text` of
 `ctxs`; `title` and `paragraph_text` of `paragraphs` (MuSiQue); titles and sentences of `context`
 (HotpotQA, as its own files or as columns), or `context` itself if it is text (LongBench).
-`id` is taken if there is one. Other fields are ignored.
+`id`, or `task_id`, is taken if there is one. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_choreo.lab.problems.functions import code_question
 from vllm_choreo.lab.problems.grading import final_answer
 from vllm_choreo.lab.problems.latex import last_boxed
 from vllm_choreo.lab.problems.numbers import number
@@ -34,7 +36,7 @@ from vllm_choreo.lab.problems.words import concepts_question
 
 _FORMS = (
     "a row has concepts; or question or problem, with answer, answers or solution; or "
-    "ordered_kv_records, key and value"
+    "ordered_kv_records, key and value; or prompt, entry_point and test"
 )
 
 
@@ -100,7 +102,8 @@ def _problem(text: str, path: Path, line: int) -> Problem:
         kind, question, answers, documents = _parts(row)
     except _FieldError as error:
         raise DataError(str(error), path, line, error.field) from None
-    return Problem(str(row.get("id", f"{path.stem}/{line}")), question, answers, kind, documents)
+    name = row.get("id", row.get("task_id", f"{path.stem}/{line}"))
+    return Problem(str(name), question, answers, kind, documents)
 
 
 _Parts = tuple[Kind, str, tuple[str, ...], tuple[str, ...]]
@@ -113,6 +116,8 @@ def _parts(row: Mapping[str, Any]) -> _Parts:
         return "concepts", concepts_question(concepts), concepts, ()
     if "ordered_kv_records" in row:
         return _records(row)
+    if "entry_point" in row:
+        return _function(row)
     name = next((name for name in ("question", "problem", "input") if name in row), "")
     if not name:
         raise _FieldError("", f"no field that is known; {_FORMS}")
@@ -163,6 +168,14 @@ def _records(row: Mapping[str, Any]) -> _Parts:
         raise _FieldError("key", "key and value are no pair of ordered_kv_records")
     document = "\n".join(f"{name}: {content}" for name, content in pairs)
     return "trivia", f"What is the value of {key}?", (value,), (document,)
+
+
+def _function(row: Mapping[str, Any]) -> _Parts:
+    """Parts of a row of HumanEval: the first lines of a function, and a test of it by name."""
+    name, head = _string(row, "entry_point"), _string(row, "prompt")
+    if not name.isidentifier():
+        raise _FieldError("entry_point", f"must be the name of a function, not {name!r:.80}")
+    return "code", code_question(head), (head, f"{_string(row, 'test')}\n\ncheck({name})"), ()
 
 
 def _is_pair(pair: object) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["number", "math", "trivia", "concepts"]
+Kind = Literal["number", "math", "trivia", "concepts", "code"]
 
 # So many drawn questions in a row that were there already: there are hardly any others.
 _MAX_REPEATS = 1000
@@ -22,7 +22,8 @@ class Problem:
         id: unique in its set.
         question: the text that is asked.
         answers: any one of them is right; of kind "concepts": what the text must contain, all of
-            them. Of kinds "number" and "math" there is one.
+            them. Of kinds "number" and "math" there is one; of kind "code" two, what the answer
+            completes and the test that it must pass, see `vllm_choreo.lab.problems.programs`.
         kind: how an answer is compared, see `vllm_choreo.lab.problems.grading.is_correct`.
         documents: texts that the question is about, each a message of its own; mostly none.
         opening: how the answer begins, for models too small to find the form by themselves; it is

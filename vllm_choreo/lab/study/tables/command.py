@@ -34,7 +34,9 @@ _NO_SETTINGS = {
 def command(parser: argparse.ArgumentParser) -> Main:
     """Run a table of the paper Prompt Choreography on a model; a killed run goes on."""
     add = parser.add_argument
-    tables = "; ".join(f"{name} ({one.number}): {one.text}" for name, one in TABLES.items())
+    tables = "; ".join(
+        f"{name} ({one.number or 'not of the paper'}): {one.text}" for name, one in TABLES.items()
+    )
     add("table", choices=tuple(TABLES), metavar="TABLE", help=f"by its workflow. {tables}")
     add("--data", type=Path, metavar="FILE", help="problems as JSON lines; games need none")
     for name, text in (

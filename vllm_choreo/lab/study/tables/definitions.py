@@ -21,7 +21,7 @@ class PaperTable:
     """A table of the paper, as this package runs it.
 
     Attributes:
-        number: its number in the paper.
+        number: its number in the paper; None: it is none of that paper's.
         workflow: the name of its function.
         text: words for the help: calls that are made, and things that are counted.
         data: content of the file of problems; empty: it needs none.
@@ -32,7 +32,7 @@ class PaperTable:
             group's name.
     """
 
-    number: int
+    number: int | None
     workflow: str
     text: str
     data: str
@@ -132,5 +132,14 @@ TABLES = {
         _math("tree_of_thoughts", "candidates, votes and an answer"),
         _math("iterative_debate", "two sides and a moderator"),
         _math("parallel_debate", "agents that revise after reading one another"),
+        PaperTable(
+            None,
+            "code_review",
+            "a coder, a tester and a reviewer, as in KVCOMM: functions that pass their tests",
+            "functions, as of HumanEval",
+            {"passed": _is_right},
+            max_tokens=320,
+            temperature=0.0,
+        ),
     )
 }
