@@ -21,8 +21,8 @@ _COLOURS = {
 }
 
 
-def draw(tasks: Mapping[str, Points]) -> None:
-    """Charge against KL, one panel per task."""
+def draw(tasks: Mapping[str, Points], name: str) -> None:
+    """Draw charge against KL, one panel per task, as the picture `name`."""
     figure, all_axes = panels(list(tasks))
     for axes, points in zip(all_axes, tasks.values(), strict=True):
         none = fmean(points[NONE, 0.0].kl)
@@ -38,4 +38,4 @@ def draw(tasks: Mapping[str, Points]) -> None:
         axes.set_ylim(bottom=0)
     all_axes[0].set_ylabel("KL to the text, nats per token", fontsize=9, color=INK)
     all_axes[0].legend(fontsize=8, frameon=False)
-    save_picture(figure, "frontier")
+    save_picture(figure, name)

@@ -7,18 +7,20 @@ from typing import Any
 
 from benchmarks.frontier.points import against_first, points_of
 from benchmarks.frontier.rules import ALL, FIRST, NONE
-from benchmarks.harness.tables import Rows, Table, mean, of
+from benchmarks.harness.tables import Rows, Table, mean, of, only
 
 
 def _compared(rows: Rows) -> Rows:
-    """A row for each task, rule and budget: -1 better than `first:k`, 1 worse, 0 neither."""
+    """A row for each model, task, rule and budget: -1 better than `first:k`, 1 worse, 0 neither."""
     found: list[dict[str, Any]] = []
-    for task, points in points_of(rows).items():
-        for rule, budget in points:
-            if rule in (NONE, ALL, FIRST):
-                continue
-            _, low, high = against_first(points, (rule, budget))
-            found.append({"rule": rule, "task": task, "sign": (low > 0) - (high < 0)})
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for task, points in points_of(only(model=model)(rows)).items():
+            for rule, budget in points:
+                if rule in (NONE, ALL, FIRST):
+                    continue
+                _, low, high = against_first(points, (rule, budget))
+                sign = (low > 0) - (high < 0)
+                found.append({"model": model, "rule": rule, "task": task, "sign": sign})
     return found
 
 
@@ -39,7 +41,7 @@ TASKS = ("look-up", "two hops", "variable chains", "word counts", "votes")
 TABLES = {
     "frontier": Table(
         "frontier",
-        {"rule": "rule"},
+        {"model": "model", "rule": "rule"},
         {
             "better than first": _number(-1),
             "worse": _number(1),
@@ -50,7 +52,7 @@ TABLES = {
     ),
     "frontier_first": Table(
         "frontier",
-        {"rule": "rule", "budget": "budget"},
+        {"model": "model", "rule": "rule", "budget": "budget"},
         {f"KL, {task}": mean(of("kl", task=task), ".4f") for task in TASKS},
         rows=_ends_and_first,
     ),

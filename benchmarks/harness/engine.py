@@ -51,6 +51,19 @@ def start_engine(
     return LLM(model, **{**defaults, **options})
 
 
+def model_name(model: str | None) -> str:
+    """The name under which results of a model stand; None: the embedded one."""
+    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.trained_adapter import ModelIdentity
+
+    return ModelIdentity.of(model or embedded_model()).name
+
+
+def picture_name(name: str, model: str | None) -> str:
+    """The name of a picture of one model's results: the embedded one's is the plain one."""
+    return f"{name}_{model_name(model)}" if model else name
+
+
 def scheduler_of(llm: Any) -> Any:
     """The scheduler of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records tasks, trains adapters of every placement on each, and judges all on all.
 
-    python -m benchmarks.training WORK [--tasks key_values reports] [--placements prefill]
+    python -m benchmarks.training WORK [--model MODEL] [--tasks key_values reports]
 
 A task is judged with its own adapters, and with those of other tasks that have some placement.
 Whatever is in the folder WORK already is not made again, so that it can be done in parts. What is
@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.engine import model_name, picture_name
 from benchmarks.harness.record import read_csv, record, write_csv
-from benchmarks.harness.tables import as_text
-from benchmarks.training import stages
+from benchmarks.harness.tables import as_text, only
 from benchmarks.training.picture import draw
+from benchmarks.training.stages import TASKS, Stages, merged
 from benchmarks.training.tables import TABLES
 from vllm_choreo.trained_adapter import PLACEMENTS, current_placement
 
@@ -30,27 +31,29 @@ _MIXED = "prefill"  # of the mixture, and of two epochs
 def main() -> int:
     args = _arguments()
     args.work.mkdir(parents=True, exist_ok=True)
+    stages, model = Stages(args.work, args.model), model_name(args.model)
     alone = dict(name.split(":") for name in args.alone)
     judged = [*(args.judged or args.tasks), *alone]
-    recorded = {
-        task: stages.record(args.work, task) for task in dict.fromkeys([*args.tasks, *judged])
-    }
-    adapters = _adapters(args, recorded)
-    twice = {task: stages.train(args.work, recorded[task], _MIXED, 2) for task in args.longer}
-    own = {task: [stages.train(args.work, recorded[task], alone[task])] for task in alone}
-    controls = {task: stages.control(args.work, recorded[task]) for task in args.controls}
+    recorded = {task: stages.record(task) for task in dict.fromkeys([*args.tasks, *judged])}
+    adapters = _adapters(args, stages, recorded)
+    twice = {task: stages.train(recorded[task], _MIXED, 2) for task in args.longer}
+    own = {task: [stages.train(recorded[task], alone[task])] for task in alone}
+    controls = {task: stages.control(recorded[task]) for task in args.controls}
     for task in judged:
-        if not stages.TASKS[task].shares[-1]:
+        if not TASKS[task].shares[-1]:
             continue  # nothing is kept back
         worn = own.get(task) or [p for p in adapters if _is_tried(p.name, task, args.transferred)]
-        rows = stages.evaluate(args.work, recorded[task], worn)
+        rows = stages.evaluate(recorded[task], worn)
         if task in twice:
-            rows += stages.evaluate(args.work, recorded[task], [twice[task]])
+            rows += stages.evaluate(recorded[task], [twice[task]])
         if task in controls:
-            rows += stages.evaluate(args.work, recorded[task], [], [controls[task]])
-        told = [{**row, "minutes": _minutes(args.work, row["arm"]), **record()} for row in rows]
-        write_csv(NAME, stages.merged(read_csv(NAME), told))
-    draw(read_csv(NAME), NAME)
+            rows += stages.evaluate(recorded[task], [], [controls[task]])
+        told = [
+            {"model": model, **row, "minutes": _minutes(stages, row["arm"]), **record()}
+            for row in rows
+        ]
+        write_csv(NAME, merged(read_csv(NAME), told))
+    draw(only(model=model)(read_csv(NAME)), picture_name(NAME, args.model))
     print(as_text([TABLES[NAME]]))
     return 0
 
@@ -58,7 +61,8 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path, help="folder for recordings, adapters, evaluations")
-    names = [*stages.TASKS]
+    parser.add_argument("--model", help="folder or name (default: the small test model)")
+    names = [*TASKS]
     parser.add_argument("--tasks", nargs="+", choices=names, default=names[:3], metavar="NAME")
     parser.add_argument("--judged", nargs="+", choices=names, metavar="NAME", help="default: tasks")
     placements: dict[str, Any] = {"type": current_placement, "choices": PLACEMENTS}
@@ -93,23 +97,22 @@ def _task_and_placement(given: str) -> str:
     return f"{task}:{current_placement(placement)}"
 
 
-def _adapters(args: argparse.Namespace, recorded: Mapping[str, Path]) -> list[Path]:
+def _adapters(args: argparse.Namespace, stages: Stages, recorded: Mapping[str, Path]) -> list[Path]:
     """Of tasks in all placements, and of the mixture."""
     adapters = [
-        stages.train(args.work, recorded[task], placement)
+        stages.train(recorded[task], placement)
         for task in args.tasks
         for placement in args.placements
     ]
     if args.mixture:
-        mixture = stages.mixture(args.work, args.mixture)
-        adapters.append(stages.train(args.work, mixture, _MIXED))
+        adapters.append(stages.train(stages.mixture(args.mixture), _MIXED))
     return adapters
 
 
-def _minutes(work: Path, arm: str) -> float | str:
+def _minutes(stages: Stages, arm: str) -> float | str:
     """That an arm's adapter was trained; empty if it has none."""
-    folder = work / arm.rpartition(" ")[2]
-    return round(stages.seconds(folder) / 60, 1) if folder.is_dir() else ""
+    seconds = stages.seconds(arm.rpartition(" ")[2])
+    return "" if seconds is None else round(seconds / 60, 1)
 
 
 def _is_tried(adapter: str, task: str, transferred: Sequence[str]) -> bool:

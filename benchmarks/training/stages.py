@@ -84,92 +84,106 @@ def adapter_name(task: str, placement: str, epochs: int = 1) -> str:
     return f"{task}-{placement}" + (f"-{epochs}-epochs" if epochs > 1 else "")
 
 
-def record(work: Path, name: str) -> Path:
-    """The recording of a task."""
-    out, task = work / name, TASKS[name]
-    workflow, *own = task.asked
-    limit, shares = ("--limit", str(task.num_problems)), ("--shares", *map(str, task.shares))
-    _once(out, "record", workflow, *limit, "--temperature", "0", *shares, *own)
-    return out
+class Stages:
+    """Stages of one model in one folder.
 
+    Args:
+        work: folder that all of them have folders in.
+        model: folder or name of the model; None: the small test model.
+    """
 
-def mixture(work: Path, tasks: Sequence[str]) -> Path:
-    """A recording of as many runs as one task has, drawn from several in equal parts."""
-    out = work / "mixture"
-    if (out / _DONE).exists():
+    def __init__(self, work: Path, model: str | None = None) -> None:
+        self._work = work
+        self._model = ("--model", model) if model else ()
+
+    def record(self, name: str) -> Path:
+        """The recording of a task."""
+        task = TASKS[name]
+        workflow, *own = task.asked
+        limit, shares = ("--limit", str(task.num_problems)), ("--shares", *map(str, task.shares))
+        return self._once(
+            name, "record", workflow, *limit, "--temperature", "0", *shares, *own, *self._model
+        )
+
+    def mixture(self, tasks: Sequence[str]) -> Path:
+        """A recording of as many runs as one task has, drawn from several in equal parts."""
+        work = self._work
+        out = work / "mixture"
+        if (out / _DONE).exists():
+            return out
+        for part in ("train", "development"):
+            (out / part).mkdir(parents=True, exist_ok=True)
+            for number, task in enumerate(tasks):
+                runs = sorted((work / task / part).glob("*.json"))
+                for path in runs[number :: len(tasks)]:
+                    shutil.copyfile(path, out / part / f"{task}-{path.name}")
+        shutil.copyfile(work / tasks[0] / "record.json", out / "record.json")
+        (out / _DONE).write_text(json.dumps(0))
         return out
-    for part in ("train", "development"):
-        (out / part).mkdir(parents=True, exist_ok=True)
-        for number, task in enumerate(tasks):
-            runs = sorted((work / task / part).glob("*.json"))
-            for path in runs[number :: len(tasks)]:
-                shutil.copyfile(path, out / part / f"{task}-{path.name}")
-    shutil.copyfile(work / tasks[0] / "record.json", out / "record.json")
-    (out / _DONE).write_text(json.dumps(0))
-    return out
 
+    def train(self, recorded: Path, placement: str, epochs: int = 1) -> Path:
+        """An adapter."""
+        placed, length = ("--placement", placement), ("--epochs", str(epochs))
+        return self._train(adapter_name(recorded.name, placement, epochs), recorded, placed, length)
 
-def train(work: Path, recorded: Path, placement: str, epochs: int = 1) -> Path:
-    """An adapter."""
-    out = work / adapter_name(recorded.name, placement, epochs)
-    length = ("--epochs", str(epochs))
-    _once(out, "train", str(recorded), "--placement", placement, *length, *TRAINING)
-    return out
+    def control(self, recorded: Path) -> Path:
+        """An adapter that gives the text's answers in one direct call, without the workflow."""
+        runs = self._once(f"{recorded.name}-as-direct", "distil", str(recorded), *self._model)
+        name = adapter_name(recorded.name, "direct")
+        return self._train(
+            name, runs, ("--placement", "decode"), ("--loss", "ce"), ("--epochs", "1")
+        )
 
+    def evaluate(
+        self, recorded: Path, adapters: Sequence[Path], controls: Sequence[Path] = ()
+    ) -> list[dict[str, Any]]:
+        """One row per arm on the problems that a recording has kept back."""
+        first = f"-{adapters[0].name}" if len(adapters) == 1 else ""
+        name = f"on-{recorded.name}-{len(adapters)}{first}{'-direct' if controls else ''}"
+        worn = [word for adapter in adapters for word in ("--adapter", str(adapter))]
+        worn += [word for adapter in controls for word in ("--direct", str(adapter))]
+        kl = () if TASKS[recorded.name].measures_kl else ("--no-kl",)
+        how = ("--together", str(_TOGETHER), *kl, *self._model)
+        out = self._once(name, "evaluate", str(recorded), *worn, *how)
+        with (out / "evaluation.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        return [{**row, "arm": row["arm"].removeprefix("+ ")} for row in rows]
 
-def control(work: Path, recorded: Path) -> Path:
-    """An adapter that gives the text's answers in one direct call, without the workflow."""
-    runs = work / f"{recorded.name}-as-direct"
-    _once(runs, "distil", str(recorded))
-    out = work / adapter_name(recorded.name, "direct")
-    _once(
-        out, "train", str(runs), "--placement", "decode", "--loss", "ce", "--epochs", "1", *TRAINING
-    )
-    return out
+    def seconds(self, name: str) -> float | None:
+        """That a stage took, a killed one in its last part; None: there is no such stage."""
+        done = self._work / name / _DONE
+        if not done.exists():
+            return None
+        found: float = json.loads(done.read_text())
+        return found
 
+    def _train(self, name: str, runs: Path, *options: tuple[str, ...]) -> Path:
+        words = [word for option in options for word in option]
+        return self._once(name, "train", str(runs), *words, *TRAINING, *self._model)
 
-def evaluate(
-    work: Path, recorded: Path, adapters: Sequence[Path], controls: Sequence[Path] = ()
-) -> list[dict[str, Any]]:
-    """One row per arm on the problems that a recording has kept back."""
-    first = f"-{adapters[0].name}" if len(adapters) == 1 else ""
-    out = work / f"on-{recorded.name}-{len(adapters)}{first}{'-direct' if controls else ''}"
-    worn = [word for adapter in adapters for word in ("--adapter", str(adapter))]
-    worn += [word for adapter in controls for word in ("--direct", str(adapter))]
-    how = (
-        "--together",
-        str(_TOGETHER),
-        *(() if TASKS[recorded.name].measures_kl else ("--no-kl",)),
-    )
-    _once(out, "evaluate", str(recorded), *worn, *how)
-    with (out / "evaluation.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [{**row, "arm": row["arm"].removeprefix("+ ")} for row in rows]
+    def _once(self, name: str, command: str, *arguments: str) -> Path:
+        """The folder of a stage, which is run unless it is there.
 
-
-def seconds(folder: Path) -> float:
-    """That a stage took; of one that was killed, its last part."""
-    found: float = json.loads((folder / _DONE).read_text())
-    return found
+        Raises:
+            CalledProcessError: the command failed.
+        """
+        out = self._work / name
+        if (out / _DONE).exists():
+            return out
+        program = Path(sys.executable).with_name("vllm-choreo")
+        words = [str(program), command, *arguments, "--out", str(out)]
+        print(f"== vllm-choreo {command} {' '.join(arguments[:3])} ... {name}", flush=True)
+        began = time.perf_counter()
+        subprocess.run(words, check=True)
+        (out / _DONE).write_text(json.dumps(round(time.perf_counter() - began)))
+        return out
 
 
 def merged(rows: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Rows of which the new ones take the place of those of the same set and arm, set by set.
+    """Rows of which the new ones replace those of the same model, set and arm, set by set.
 
     An arm is compared with the text of its own run, so those of several runs may stand in a table.
     """
-    arms = {(row["set"], row["arm"]): row for row in (*rows, *new)}
-    sets = dict.fromkeys(name for name, _ in arms)
-    return [row for name in sets for row in arms.values() if row["set"] == name]
-
-
-def _once(out: Path, command: str, *arguments: str) -> None:
-    """Raises CalledProcessError: the command failed."""
-    if (out / _DONE).exists():
-        return
-    program = Path(sys.executable).with_name("vllm-choreo")
-    words = [str(program), command, *arguments, "--out", str(out)]
-    print(f"== vllm-choreo {command} {' '.join(arguments[:3])} ... {out.name}", flush=True)
-    began = time.perf_counter()
-    subprocess.run(words, check=True)
-    (out / _DONE).write_text(json.dumps(round(time.perf_counter() - began)))
+    arms = {(row["model"], row["set"], row["arm"]): row for row in (*rows, *new)}
+    sets = dict.fromkeys((model, name) for model, name, _ in arms)
+    return [row for one in sets for row in arms.values() if (row["model"], row["set"]) == one]

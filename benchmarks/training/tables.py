@@ -48,7 +48,7 @@ def _won_back(rows: Rows) -> str:
 TABLES = {
     "training": Table(
         "training",
-        {"task": "set"},
+        {"model": "model", "task": "set"},
         {
             "problems": text("problems"),
             "text": _right(TEXT),

@@ -55,7 +55,7 @@ def test_every_rule_is_measured_against_the_text(
     found_points = points.points_of(told)["look-up"]
     mean, low, high = points.against_first(found_points, ("first", 0.25))
     assert abs(mean) < 1e-9 and low <= mean <= high, "no better than itself"
-    picture.draw({"look-up": found_points})
+    picture.draw({"look-up": found_points}, "frontier")
     assert (tmp_path / "frontier.png").stat().st_size > 1000
 
 
