@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long grids: a part of them in every run, more with `make test ALL=1`, all with `NIGHTLY=1`."""
+"""Long grids: a part in every run, thrice that with `make test ALL=1`, all with `NIGHTLY=1`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 
 
 def sampled(cases: Iterable[Any], keep: int, most: int | None = None) -> list[Any]:
-    """`cases`, of which all but the first `keep` are marked exhaustive.
+    """`cases`: the first `keep` run always, some behind them are exhaustive, the rest nightly.
 
     Args:
-        most: of how many that is enough where something has changed; those behind them are
-            marked nightly. None: of all.
+        most: how many are not nightly; None: three times `keep`.
     """
     listed = list(cases)
-    most = len(listed) if most is None else most
+    most = 3 * keep if most is None else most
     rest = (pytest.param(case, marks=pytest.mark.exhaustive) for case in listed[keep:most])
     last = (pytest.param(case, marks=pytest.mark.nightly) for case in listed[most:])
     return [*listed[:keep], *rest, *last]

@@ -256,7 +256,7 @@ class RunsProgram(Program):
         assert message.usage.repaired_tokens <= given
 
 
-@pytest.mark.parametrize("seed", sampled(range(17), 3))
+@pytest.mark.parametrize("seed", sampled(range(17), 2))
 def test_random_repairs(tiny: tuple[Any, Oracle], seed: int) -> None:
     llm, oracle = tiny
     with Choreography(llm) as c:

@@ -110,7 +110,7 @@ _SEEDS = [range(2), *(range(first, first + 7) for first in range(2, 107, 7))]
 _SMALL_SEEDS = [range(300, 302), *(range(first, first + 5) for first in range(302, 322, 5))]
 
 
-@pytest.mark.parametrize("seeds", sampled(_SEEDS, 1, 5), ids=str)
+@pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
 def test_random_repairs(llm: Any, oracle: StateOracle, seeds: range) -> None:
     _run(llm, oracle, seeds)
 

@@ -272,7 +272,7 @@ def test_preempted_calls_begin_again(small: Any, oracle: TextOracle) -> None:
     invariants.check_nothing_is_left(scheduler)
 
 
-@pytest.mark.parametrize("seeds", sampled(_SEEDS, 1, 7), ids=str)
+@pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
 def test_random_trees_with_little_room(small: Any, oracle: TextOracle, seeds: range) -> None:
     """Encodings lose both blocks and states, and states alone."""
     llm = small

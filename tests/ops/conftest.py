@@ -8,8 +8,8 @@ from vllm_choreo.ops import cpu
 
 # Triton's interpreter is a hundred times slower than the C++ kernels. Of the cases of a law it runs
 # every fourth in every run; fewer where a case takes many seconds, and of caches in 8 bits, which
-# are read by the same code once a byte has become a number.
-_EVERY = {"test_fp8.py": 16, "test_sharing.py": 12, "test_span_attention.py": 6}
+# are read by the same code once a byte has become a number. Exhaustive are three times as many.
+_EVERY = {"test_fp8.py": 48, "test_sharing.py": 24, "test_span_attention.py": 16}
 _EVERY_OF_OTHERS = 4
 
 BUILT = cpu.unavailable_reason() is None
@@ -30,7 +30,7 @@ def chosen(name):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark exhaustive what the interpreter need not run in every run."""
+    """Mark exhaustive, or nightly, what the interpreter need not run in every run."""
     if torch.cuda.is_available():
         return
     num_cases = Counter()
@@ -39,8 +39,10 @@ def pytest_collection_modifyitems(items):
         if "triton" not in (params.get("kernel"), params.get("impl")):
             continue
         law = item.path, item.originalname
-        if num_cases[law] % _EVERY.get(item.path.name, _EVERY_OF_OTHERS):
-            item.add_marker(pytest.mark.exhaustive)
+        every = _EVERY.get(item.path.name, _EVERY_OF_OTHERS)
+        if num_cases[law] % every:
+            is_nightly = num_cases[law] % max(2, every // 3)
+            item.add_marker(pytest.mark.nightly if is_nightly else pytest.mark.exhaustive)
         num_cases[law] += 1
 
 

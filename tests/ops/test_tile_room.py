@@ -30,9 +30,9 @@ _STEPS = [
     [(1, 12, [16]), (1, 80, [])],
 ]
 _KINDS = {
+    "sinks and a soft cap": {"sinks": True, "softcap": 2.0},
     "plain": {},
     "window": {"window": 60},
-    "sinks and a soft cap": {"sinks": True, "softcap": 2.0},
     "alibi, 71 heads": {"alibi": True, "num_kv_heads": 1, "group_heads": 71, "head_size": 32},
     "latent": {"num_kv_heads": 1, "group_heads": 4, "head_size": 48, "rotary_dim": 16,
                "value_size": 32},
@@ -62,7 +62,7 @@ def _in_room(case: Case, kind: dict, num_spans: int = 24):
     return room, dataclasses.replace(case.plan(), spans=spans, cos_sin=angles)
 
 
-@pytest.mark.parametrize("kind", sampled(list(_KINDS), 3))
+@pytest.mark.parametrize("kind", sampled(list(_KINDS), 1))
 def test_one_plan_after_the_other_computes_what_fresh_ones_do(kind):
     """Rows of padding are left alone, whatever the plan before had there."""
     cases = [make_case(seed, step, **_KINDS[kind]) for seed, step in enumerate(_STEPS)]

@@ -7,6 +7,7 @@ import cProfile
 
 import pytest
 
+from tests.grids import sampled
 from tests.planner.test_schedule import desk
 from vllm_choreo.planner import CostModel
 from vllm_choreo.planner.execute.simulate import Simulation, simulate
@@ -52,8 +53,9 @@ def check(plan: Plan, simulation: Simulation, num_queries: int) -> None:
     assert len(plan.outputs) == num_queries and not simulation.progress.errors
 
 
-@pytest.mark.parametrize(("workers", "num_queries"), [(1, 4), (8, 64), (20, 100)])
-def test_workers_share_the_load_and_the_prompts(workers: int, num_queries: int) -> None:
+@pytest.mark.parametrize("size", sampled([(1, 4), (8, 64), (20, 100)], 2), ids=str)
+def test_workers_share_the_load_and_the_prompts(size: tuple[int, int]) -> None:
+    workers, num_queries = size
     compiled = desk(num_queries)
     plan, simulation = run(compiled, workers)
     check(plan, simulation, num_queries)

@@ -41,7 +41,7 @@ SHORT = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 MANY = 40
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tiny_server(tiny_model_path: Callable[[str], Path], tmp_path_factory: Any) -> Iterator[Server]:
     with _start(tiny_model_path("llama"), tmp_path_factory.mktemp("faults")) as server:
         yield server

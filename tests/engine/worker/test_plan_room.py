@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of full CUDA graphs: what is read at fixed addresses is what a fresh plan says."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.engine.worker.test_span_batcher import ROTATION, SIZE, ints, reader
+from tests.grids import sampled
 from vllm_choreo.engine.worker.layer_kinds import LayerKind, LayerShape
 from vllm_choreo.engine.worker.plan_room import PlanRoom
 from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
@@ -25,8 +27,12 @@ _KINDS = [
     LayerKind(None, _SHAPE, 512),
     LayerKind(ROTATION, _SHAPE._replace(window=40), 512, group=1),
 ]
-# Requests that are there in each step; they have one token more each time.
-_STEPS = ["a", "ab", "ab", "abc", "bc", "bc", "abcd", "d"]
+# Requests that are there in each step; they have one token more each time. Behind them, how many
+# groups of layers get new plans: all, each time that the batch was another one.
+_STEPS = [
+    [("ab", 2), ("ab", 0), ("bcd", 2)],
+    [("a", 2), ("ab", 2), ("ab", 0), ("abc", 2), ("bc", 2), ("bc", 0), ("abcd", 2), ("d", 2)],
+]
 _READERS = {
     "a": reader((80, 0), (5, 3)),
     "b": reader((80, 7)),
@@ -60,7 +66,10 @@ def _attend(plan: SpanPlan, kind: LayerKind, num_queries: int, impl: str) -> tor
     return output
 
 
-def test_graphs_read_what_each_step_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps", sampled(_STEPS, 1), ids=["few", "many"])
+def test_graphs_read_what_each_step_planned(
+    steps: Sequence[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests start and end, read together or not, and grow; plans are filled in when they do."""
     batcher, fresh = (
         SpanBatcher(SIZE, _KINDS, is_tiled=tiled, workspace=torch.empty(2**22))
@@ -79,8 +88,7 @@ def test_graphs_read_what_each_step_planned(monkeypatch: pytest.MonkeyPatch) -> 
     captured = {n: batcher.room_plans(n, {g: t[:n] for g, t in tables.items()}) for n in (2, 4)}
     present: set[str] = set()
     lens = {name: spans.base for name, spans in _READERS.items()}
-    counts = []
-    for names in _STEPS:
+    for names, num_groups in steps:
         started = {name: _READERS[name] for name in names if name not in present}
         for one in (batcher, fresh):
             one.update(started, present - {*names})
@@ -99,14 +107,12 @@ def test_graphs_read_what_each_step_planned(monkeypatch: pytest.MonkeyPatch) -> 
         num_requests = 2 if len(names) <= 2 else 4
         num_filled.clear()
         batcher.batch(step._replace(graph_requests=num_requests), always=True)
-        counts.append(len(num_filled))
+        assert len(num_filled) == num_groups
         for index, kind in enumerate(_KINDS):
             found = _attend(captured[num_requests][index], kind, num_requests, "triton")
             wanted = _attend(expected[index], kind, len(names), "reference")
             torch.testing.assert_close(found[: len(names)], wanted, atol=2e-5, rtol=2e-5)
             assert (found[len(names) :] == 7.0).all()
-    # A group of layers each time that the batch was another one.
-    assert counts == [2, 2, 0, 2, 2, 0, 2, 2]
 
 
 def test_what_does_not_fit_takes_no_graph() -> None:

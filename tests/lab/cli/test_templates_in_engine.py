@@ -126,6 +126,7 @@ def test_runs_are_calibrated(model: Path, tmp_path: Path) -> None:
     assert rungs["all"]["kl"] == pytest.approx(0, abs=1e-5) and rungs["none"]["kl"] > 1e-3
 
 
+@pytest.mark.exhaustive
 def test_a_pair_is_profiled(model: Path, adapters: list[Adapter], tmp_path: Path) -> None:
     pair = [str(adapter.path) for adapter in adapters]
     given = ["--workflow", "multi_qa", "--model", str(model), *_SMALL, "--out", str(tmp_path)]

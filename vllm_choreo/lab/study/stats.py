@@ -85,8 +85,10 @@ def mcnemar(worse: int, better: int) -> float:
     """
     if min(worse, better) < 0:
         raise ValueError(f"{worse} worse, {better} better")
-    n = worse + better
-    tail = sum(math.comb(n, k) for k in range(min(worse, better) + 1))
+    n, ways, tail = worse + better, 1, 0
+    for k in range(min(worse, better) + 1):
+        tail += ways
+        ways = ways * (n - k) // (k + 1)
     return min(1.0, 2 * tail / 2**n)
 
 
