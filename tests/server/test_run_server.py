@@ -14,6 +14,7 @@ import pytest
 
 from vllm_choreo.cli import main as cli
 from vllm_choreo.lab.cli.options import WORKFLOWS
+from vllm_choreo.lab.problems.programs import CONSENT
 from vllm_choreo.testing.server import MODEL_NAME, Server
 from vllm_choreo.transcript.transcript import Transcript
 
@@ -39,7 +40,10 @@ def made(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
-def test_every_workflow(workflow: str, server: Server, tmp_path: Path) -> None:
+def test_every_workflow(
+    workflow: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONSENT, "1")
     arguments = ["run", workflow, "--server", server.base_url, "--api-key", server.keys[0]]
     arguments += [*SHORT, *SMALL.get(workflow, ()), "--out", str(tmp_path)]
     assert cli.main(arguments) == 0

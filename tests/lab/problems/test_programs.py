@@ -20,11 +20,6 @@ HEAD = 'def double(x):\n    """Return twice x."""\n'
 TEST = "assert double(2) == 4"
 
 
-@pytest.fixture(autouse=True)
-def consent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CONSENT, "1")
-
-
 @pytest.mark.parametrize(
     "text",
     [

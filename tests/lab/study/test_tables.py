@@ -81,8 +81,7 @@ def test_cooperation_is_counted_by_what_alice_is_told() -> None:
         assert [one.is_right for one in found] == expected
 
 
-def test_functions_that_pass_their_test_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CONSENT, "1")
+def test_functions_that_pass_their_test_are_counted() -> None:
     (problem,) = functions(1)
     head, test = problem.answers
     task, (measure,) = Task("0", "file", {}, (problem,)), TABLES["code_review"].measures.values()
@@ -238,7 +237,10 @@ def test_an_arm_that_is_added_runs_alone(
         (["code_review", "--data", str(FUNCTIONS)], f"set {CONSENT}=1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str], advice: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CONSENT)
     parser = argparse.ArgumentParser()
     main = command.command(parser)
     with pytest.raises(ChoreoError, match=advice):
