@@ -58,7 +58,7 @@ def code_review(
     turns: Turns = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
-    """Have a function written; see `vllm_choreo.lab.workflows`. The answer is the reviewer's.
+    """Write a function in three roles; see `vllm_choreo.lab.workflows`. The answer is the last one.
 
     Args:
         question: what the function is to do.
