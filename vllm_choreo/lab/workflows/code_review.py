@@ -61,7 +61,7 @@ def code_review(
     """Write a function in three roles; see `vllm_choreo.lab.workflows`. The answer is the last one.
 
     Args:
-        question: what the function is to do.
+        question: description of the function.
     """
     inputs = {"question": question, "sampling_params": sampling_params}
     c, chat, log = open_chat("code_review", c, inputs, turns, on_step)
