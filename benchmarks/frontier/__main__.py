@@ -41,13 +41,13 @@ def main() -> int:
         logits_processors=[FORCED],
         additional_config={"choreo": {"hidden_memory_gib": 0.5}},
     )
-    others, rows = rows_of_others("frontier", model=model), []
+    others, rows, told = rows_of_others("frontier", model=model), [], record()
     for task in args.tasks:
         readings = TASKS[task](args.problems)
         for number, reading in enumerate(tqdm(readings, desc=task, unit="problem")):
             reader = Reader(llm, reading, BUDGETS, number)
             about = {"model": model, "task": task, "problem": number}
-            rows += [{**about, **row, **record()} for row in reader.rows()]
+            rows += [{**about, **row, **told} for row in reader.rows()]
             reader.close()
         write_csv("frontier", [*others, *rows])
     draw(points_of(only(model=model)(read_csv("frontier"))), picture_name("frontier", args.model))

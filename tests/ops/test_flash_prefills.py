@@ -170,7 +170,7 @@ _REQUEST = st.tuples(
 )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     requests=st.lists(_REQUEST, min_size=1, max_size=4),
     max_rows=st.integers(30, 200),

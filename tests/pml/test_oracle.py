@@ -171,7 +171,7 @@ def test_the_grid(c: Choreography, oracle: Oracle, name: str, context: str, layo
 
 
 @settings(
-    max_examples=15,
+    max_examples=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 
 from vllm_choreo.errors import ChoreoError
 
@@ -85,7 +86,8 @@ def passes(text: str, head: str, test: str) -> bool:
 
 def _is_program(text: str) -> bool:
     try:
-        compile(text, "answer", "exec", dont_inherit=True)
+        with warnings.catch_warnings(action="ignore"):  # of escapes, say, in what a model wrote
+            compile(text, "answer", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True

@@ -70,8 +70,8 @@ def code_review(
     messages = c.prefill([{"tokens": text, "role": name} for name, text in texts.items()])
     task, *prompts = log.add_all("task", list(texts), messages)
     said: list[Message] = []
-    for number, (name, prompt) in enumerate(zip(ROLES, prompts, strict=True), start=1):
-        role = ROLES[name]
+    speakers = zip(ROLES.items(), prompts, strict=True)
+    for number, ((name, role), prompt) in enumerate(speakers, start=1):
         answer = c.decode(
             chat.user(role.asked) + chat.assistant(role.opening),
             parents=[prompt, task, *said],
