@@ -29,6 +29,7 @@ TEST = "assert double(2) == 4"
         "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nIt doubles.",
         "Run `pip`:\n```\npip\n```\nthen\n```py\ndef double(x):\n    return 2 * x",
         "import math\n\ndef double(x):\n    return math.prod((2, x))\n",
+        "from __future__ import annotations\n\ndef double(x: Any):\n    return 2 * x\n",
     ],
 )
 def test_a_program_is_found_in_what_is_said(text: str) -> None:

@@ -35,6 +35,8 @@ resource.setrlimit(resource.RLIMIT_FSIZE, ({_FILE_BYTES}, {_FILE_BYTES}))
 del resource
 """
 _FENCE = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
+# It has to be a program's first statement, wherever the answer has it.
+_FUTURE = re.compile(r"^from __future__ import [\w, ]+$", re.MULTILINE)
 _STATEMENT = re.compile(r"^(?:def|async def|class|import|from|@)\b", re.MULTILINE)
 
 
@@ -79,8 +81,11 @@ def passes(text: str, head: str, test: str) -> bool:
     """
     check_code_may_run()
     found = program_in(text)
+    first = "\n".join(_FUTURE.findall(found))
+    found = _FUTURE.sub("", found)
     joint = "\n" if _is_program(found) else ""
-    program = f"{_BOUNDS}\n{head}{joint}{found}\n\n{test}\n\nimport sys\nsys.exit({_PASSED})\n"
+    end = f"import sys\nsys.exit({_PASSED})"
+    program = f"{first}\n{_BOUNDS}\n{head}{joint}{found}\n\n{test}\n\n{end}\n"
     return _is_program(program) and _exit_status(program) == _PASSED
 
 
