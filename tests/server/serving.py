@@ -38,6 +38,10 @@ class Session:
         self.id: str = answer.json()["id"]
         self.path = f"/v1/choreo/sessions/{self.id}"
 
+    def close(self) -> None:
+        """Close it, if it is open."""
+        assert self.client.delete(self.path).status_code in (200, 404)
+
     def post(self, body: Any) -> httpx.Response:
         """Run a call, or a list of calls."""
         return self.client.post(f"{self.path}/messages", json=body)

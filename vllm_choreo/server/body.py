@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from vllm_choreo.errors import ChoreoError, LimitError, OffsetError, SpanError
@@ -19,6 +19,8 @@ from vllm_choreo.server.schemas import CallBody, SamplingBody
 from vllm_choreo.server.strict_json import MAX_PART_CHARS, read_json
 from vllm_choreo.server.tenants import tenant_of
 from vllm_choreo.server.work_pool import WorkPool
+
+CLIENT_GONE = 499  # nobody reads it; it is seen in vLLM's metrics of requests
 
 # What follows a body that is too long is read and dropped, so that its sender comes to read the
 # answer; but not for ever.
@@ -122,6 +124,8 @@ class ChoreoRoute(APIRoute):
                     await request.json()
                 response: Response = await handle(request)
                 return response
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_GONE)
             except RequestValidationError as error:
                 raise _refusal(error.errors()[0]) from None
             except Exception as error:

@@ -31,7 +31,7 @@ from vllm_choreo.server.answers import (
     list_json,
     results_json,
 )
-from vllm_choreo.server.body import ChoreoRoute
+from vllm_choreo.server.body import CLIENT_GONE, ChoreoRoute
 from vllm_choreo.server.errors import error_response
 from vllm_choreo.server.page import session_page
 from vllm_choreo.server.running import Run, unless_gone
@@ -40,8 +40,6 @@ from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.streaming import EventStream
 from vllm_choreo.server.tenants import tenant_of
 from vllm_choreo.wire.messages import ShortMessageAnswer, message_json, short_message_json
-
-_CLIENT_GONE = 499  # nobody reads it; it is seen in vLLM's metrics of requests
 
 _key = HTTPBearer(auto_error=False, description="An API key of the server, if it has any.")
 
@@ -226,7 +224,7 @@ async def make_messages(request: Request, session: OwnSession, body: MessagesBod
         return EventStream(run)
     results = await unless_gone(request, run)
     if results is None:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     if is_list:
         work = sessions_of(request).work
         return await work.run(session.tenant, lambda: JsonAnswer(results_json(results)))

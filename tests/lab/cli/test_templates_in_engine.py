@@ -131,5 +131,8 @@ def test_a_pair_is_profiled(model: Path, adapters: list[Adapter], tmp_path: Path
     pair = [str(adapter.path) for adapter in adapters]
     given = ["--workflow", "multi_qa", "--model", str(model), *_SMALL, "--out", str(tmp_path)]
     assert cli.main(["profile-pair", *pair, *given]) in (0, 1)  # 1: no layers are worth it
-    sets = json.loads((tmp_path / "profile.json").read_text())["sets"]
-    assert all(row["kl"] is None or row["kl"] >= 0 for one in sets for row in one["rows"])
+    num_layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    for one in json.loads((tmp_path / "profile.json").read_text())["sets"]:
+        cells = {json.dumps(cell["layers"]): cell for cell in one["inputs"]}
+        assert min(cells["[]"]["kl"]) > 1e-3, "the writer's keys are not the reader's"
+        assert max(cells[json.dumps([[0, num_layers]])]["kl"]) == pytest.approx(0, abs=1e-5)
