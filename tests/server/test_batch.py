@@ -76,9 +76,7 @@ def run_batch(
     settings = {"served_model_name": MODEL_NAME, "dtype": "float32", "enforce_eager": True}
     settings |= {"max_model_len": 2048, "seed": 0, **QUICK, **options}
     command += words_of(settings)
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=400, check=False
-    )
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     made = [json.loads(text) for text in answered.read_text().splitlines()]
     assert [one["custom_id"] for one in made] == [one["custom_id"] for one in lines]

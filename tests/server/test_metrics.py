@@ -361,7 +361,7 @@ def test_documented_commands_run(server: Server, tmp_path: Path) -> None:
     script = script.replace("vllm-choreo ", f"{Path(sys.executable).with_name('vllm-choreo')} ")
     done = subprocess.run(
         ["bash", "-c", f"set -euo pipefail\n{script}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
     assert '"object":"choreo.session"' in done.stdout and '"deleted":true' in done.stdout

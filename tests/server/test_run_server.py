@@ -69,7 +69,6 @@ def test_both_modes_in_a_process_that_has_no_engine(
         [sys.executable, "-c", WITHOUT_ENGINE, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert run.returncode == 0, run.stderr
     transcripts = made(tmp_path)

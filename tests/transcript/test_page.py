@@ -63,9 +63,7 @@ def browser(page: Path, anchor: str = "", *options: str) -> tuple[Reader, str]:
     """The document as the browser has it once the scripts have run, and its text."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += ["--virtual-time-budget=3000", "--window-size=1360,2000", *options, "--dump-dom"]
-    shown = subprocess.run(
-        [*command, page.as_uri() + anchor], capture_output=True, text=True, timeout=120
-    )
+    shown = subprocess.run([*command, page.as_uri() + anchor], capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr[-2000:]
     assert "CONSOLE" not in shown.stderr, shown.stderr
     return Reader(shown.stdout), shown.stdout
