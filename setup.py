@@ -8,6 +8,7 @@ runs in plain PyTorch, many times slower, and says so when it starts.
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,8 +30,11 @@ def skip_reason() -> str | None:
     except ImportError:
         return "torch is not in the build environment (use pip's --no-build-isolation)"
     compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler.split()[0]) is None:
+    program = compiler.split()[0]
+    if shutil.which(program) is None:
         return f"no C++ compiler {compiler!r}"
+    if subprocess.run([program, "--version"], capture_output=True).returncode != 0:
+        return f"the C++ compiler {compiler!r} does not run"
     return None
 
 

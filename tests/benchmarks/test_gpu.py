@@ -104,8 +104,8 @@ import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 from benchmarks.gpu import cases
 right = cases.Inputs.ours
-def wrong(self, output, reads, tiles=None):
-    call = right(self, output, reads, tiles)
+def wrong(self, output, *plans, **options):
+    call = right(self, output, *plans, **options)
     def faulty():
         call()
         output[-1] *= 1.05  # one query of all

@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.soak.routes.machine import ROLES, Machine, kill
 from benchmarks.soak.routes.probe import probe_tokens
-from tests.server.serving import QUICK, Session
+from tests.server.serving import QUICK, Session, num_running
 from tests.server.test_routes import error_of
 from vllm_choreo.testing.server import KEYS, Server, start_server
 
@@ -27,6 +27,9 @@ pytestmark = pytest.mark.exhaustive  # servers of its own
 
 LONG = {"temperature": 0.0, "max_tokens": 800, "ignore_eos": True}
 TINY = {"num_gpu_blocks_override": 256, "block_size": 32, "max_model_len": 1024}
+# So many calls that their tokens take minutes: a list of them is not complete when a process is
+# killed, however long a busy machine takes to do that.
+MANY = 60
 DAY = 86400
 
 
@@ -127,22 +130,27 @@ def test_a_killed_process_takes_the_server_and_no_answer_along(
             whole = session.call(content=[6, 7], parents=["doc"], sampling_params=LONG)
             saved = client.post(f"{session.path}/save", json={"name": "a", "encodings": True})
             assert saved.status_code == 200
-        seen = [Seen() for _ in range(4)]
-        threads = [
-            threading.Thread(target=use, args=(server, session.path, one, number % 2 == 0))
-            for number, one in enumerate(seen)
-        ]
-        for thread in threads:
-            thread.start()
-        for one in seen[::2]:  # its stream has begun
-            assert one.has_begun.wait(60)
+            streams, lists = ([Seen(), Seen()] for _ in range(2))
+            threads = []
+            for one in (*streams, *lists):
+                num_calls = 1 if one in streams else MANY
+                arguments = (server, session.path, one, num_calls)
+                threads.append(threading.Thread(target=use, args=arguments))
+                threads[-1].start()
+                if one in streams:
+                    assert one.has_begun.wait(60)
+            while num_running(client) < MANY:
+                time.sleep(0.05)
         rest, _ = kill(server, role)
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive()
         assert not rest, "a supervisor would wait for ever"
-        for one in seen:
+        for one in lists:
             assert one.end in (503, "broken"), one
+            assert all(tokens == whole["generated_token_ids"] for tokens in one.complete)
+        for one in streams:
+            assert one.end in (503, "broken", "complete"), one
             assert one.tokens == whole["generated_token_ids"][: len(one.tokens)]
     options["choreo_load"] = str(tmp_path / "kept")
     with start_server(model, tmp_path, **options) as server:
@@ -157,28 +165,39 @@ class Seen:
     """What a client sees of a call.
 
     Attributes:
-        tokens: those that it was told of.
-        end: a status, or "broken".
+        tokens: those that it was told of as they came.
+        complete: tokens of each message of a list that it was answered.
+        end: a status, of a list that of its errors; "broken"; or "complete" if a stream has ended.
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.complete: list[list[int]] = []
         self.end: Any = None
         self.has_begun = threading.Event()
 
 
-def use(server: Server, path: str, seen: Seen, stream: bool) -> None:
-    """Run a long call, and note what comes of it."""
-    body = {"content": [6, 7], "parents": ["doc"], "sampling_params": LONG, "stream": stream}
+def use(server: Server, path: str, seen: Seen, num_calls: int) -> None:
+    """Stream a long call, or wait for a list of them, and note what comes of it."""
+    call = {"content": [6, 7], "parents": ["doc"], "sampling_params": LONG}
     seen.end = "broken"
     with suppress(httpx.TransportError), server.client(KEYS[0]) as client:
-        if not stream:
-            seen.end = client.post(f"{path}/messages", json=body).status_code
+        if num_calls > 1:
+            answer = client.post(f"{path}/messages", json={"calls": [call] * num_calls})
+            seen.end = answer.status_code
+            for result in answer.json()["data"] if answer.status_code == 200 else ():
+                if "error" in result:
+                    seen.end = result["error"]["code"]
+                else:
+                    seen.complete.append(result["generated_token_ids"])
             return
-        with client.stream("POST", f"{path}/messages", json=body) as answer:
+        with client.stream("POST", f"{path}/messages", json={**call, "stream": True}) as answer:
             for line in answer.iter_lines():
                 seen.has_begun.set()
                 event = json.loads(line[6:]) if line.startswith("data: {") else {}
-                seen.tokens += event.get("token_ids", [])
-                if event.get("object") == "error":
+                if event.get("object") == "choreo.message.chunk":
+                    seen.tokens += event["token_ids"]
+                elif event.get("object") == "choreo.message":
+                    seen.end = "complete"
+                elif event.get("object") == "error":
                     seen.end = event["error"]["code"]

@@ -113,7 +113,8 @@ def test_ray_is_started_with_workers_that_get_their_share(monkeypatch: pytest.Mo
         start_ray(3, log_to_driver=False)
         given, found = started.pop()
         assert found == expected
-        assert given == {"num_cpus": 3, "include_dashboard": False, "log_to_driver": False}
+        expected_options = {"address": "local", "num_cpus": 3, "include_dashboard": False}
+        assert given == {**expected_options, "log_to_driver": False}
 
 
 @pytest.mark.parametrize(("niceness", "is_told"), [(0, False), (15, True), (19, True)])

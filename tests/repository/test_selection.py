@@ -112,7 +112,7 @@ def test_it(n, request):
     name = f"{request.path.stem}-{os.environ['PYTEST_XDIST_WORKER']}"
     request.path.with_name(name).touch()
 """
-    sides = ("-n", "2", "--dist", "loadfile")
+    sides = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")  # as `make test`
     assert "8 passed" in _run(tmp_path, {"gpu_path": module, "whole": module}, *sides)
     assert len([*tmp_path.glob("test_gpu_path-gw*")]) == 2
     assert len([*tmp_path.glob("test_whole-gw*")]) == 1

@@ -21,6 +21,8 @@ _RAYS_NICENESS = 15
 def start_ray(num_cpus: int, **options: object) -> None:
     """Start Ray on this machine, with workers that are as nice as this process.
 
+    Whatever clusters run here already are left alone.
+
     Args:
         num_cpus: CPUs that it is told of.
         options: options of `ray.init`.
@@ -28,7 +30,7 @@ def start_ray(num_cpus: int, **options: object) -> None:
     import ray
 
     os.environ.setdefault(_NICENESS, "0")
-    ray.init(num_cpus=num_cpus, include_dashboard=False, **options)
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
 
 
 def warn_of_niceness() -> None:

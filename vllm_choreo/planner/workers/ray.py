@@ -278,7 +278,8 @@ def ray_workers(
     started = not ray.is_initialized()
     if started:
         cpus = max(1, int(num_workers * num_cpus + 0.999))
-        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+        # Not "whatever cluster runs here": that refuses a number of CPUs.
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     bundle = {"CPU": num_cpus, **({"GPU": num_gpus} if num_gpus else {})}
     group = placement_group([bundle] * num_workers, strategy=strategy)
     ray.get(group.ready())
