@@ -137,7 +137,7 @@ def test_a_client_that_vanishes_takes_its_calls_along(tiny_server: Server, strea
         for name in ("parent", "child", "last"):  # can be used again, as those of calls that ended
             complete = _wait_until_free(session, name)
             assert not complete or name == "parent", "on a busy machine that one may be in time"
-        session.close()
+        assert client.delete(session.path).status_code == 200
         assert num_generated(client) - before < MANY * LONG["max_tokens"], "it has run on"
 
 
@@ -176,7 +176,7 @@ def test_clients_that_neither_read_nor_write_delay_nobody(tiny_server: Server) -
             connection.sendall(sent.encode())
         for _ in range(5):
             others.call(content=[5, 6], sampling_params=SHORT)
-        others.close()
+        assert other.delete(others.path).status_code == 200
         expired = f'{{"event":"choreo.session.expired","session":"{session.id}"}}'
         while expired not in tiny_server.log.read_text():  # to look at it would be to use it
             time.sleep(0.1)

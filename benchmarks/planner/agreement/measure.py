@@ -46,6 +46,12 @@ def compare_calls(
 ) -> list[dict[str, Any]]:
     """Compare a choreographed plan's distributions with the text's, at every token that was said.
 
+    Args:
+        llm: an engine in this process that forces tokens.
+        batch: what is run.
+        said: token ids of each prompt's answer, by the prompt's text.
+        rule: repair of the plan; None: none.
+
     Returns:
         A row for each call. `first` is the number of tokens before one whose likeliest is another;
         `kl` is from the text's distribution, in nats, a mean over tokens.
@@ -73,6 +79,12 @@ def compare_results(
     llm: Any, batch: CompiledGraph, expected: list[Any], rule: str | None
 ) -> list[dict[str, Any]]:
     """Let a choreographed plan answer freely, and compare its results with the text's.
+
+    Args:
+        llm: an engine in this process that forces tokens.
+        batch: what is run.
+        expected: results of the text, one for each query.
+        rule: repair of the plan; None: none.
 
     Returns:
         A row for each result: whether it is the same, its words, and how many of them come before
