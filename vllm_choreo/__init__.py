@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_choreo.semantics.params import ChoreoParams as ChoreoParams
 
 # The one place: pyproject.toml reads it from here.
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _EXPORTS = {
     "Choreography": "vllm_choreo.api.choreography",
