@@ -120,6 +120,8 @@ install_package() {
         --no-build-isolation --editable '.[dev]'
     # Its script alone, which tests run in Chromium: not what the package needs for Playwright.
     pip_install "axe-core could not be installed" --no-deps axe-playwright-python==0.1.8
+    # Its functions and their judge alone, not the clients that it asks models with.
+    pip_install "bfcl-eval could not be installed" --no-deps bfcl-eval==2026.3.23
     # setup.py installs without kernels when they do not compile; here that must not go unseen.
     if [ "${CHOREO_SKIP_EXT:-}" != 1 ] &&
         ! "$BIN/python" -c 'import torch, vllm_choreo._C' >>"$LOG" 2>&1; then

@@ -14,13 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bfcl_eval
 import pytest
 
 from tests.chat.chat_templates import tokenizer_of
 from tests.engine.adapters import Adapter
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.task import Task
-from vllm_choreo.lab.problems import Problem, functions
+from vllm_choreo.lab.problems import Problem, functions, load_jsonl
 from vllm_choreo.lab.problems.programs import CONSENT
 from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT, Judged
 from vllm_choreo.lab.study.tables import arms as table_arms
@@ -30,6 +31,7 @@ from vllm_choreo.lab.study.tables.log import RunLog
 from vllm_choreo.lab.workflows.prisoners_dilemma import STRATEGIES
 
 FUNCTIONS = Path(__file__).with_name("functions.jsonl")
+REQUESTS = Path(bfcl_eval.__path__[0], "data", "BFCL_v4_multi_turn_base.json")
 DOCS = (Path(__file__).parents[3] / "docs" / "answers.md").read_text(encoding="utf-8")
 
 
@@ -89,6 +91,17 @@ def test_functions_that_pass_their_test_are_counted() -> None:
     right = f"{head}    return iter_answers.pop(0)\n\niter_answers = {expected!r}\n```\nSo it is."
     for answer, is_right in ((right, True), (head, False), ("I do not know.", False)):
         assert measured(measure, task, _judged(answer)).is_right is is_right
+
+
+def test_requests_that_are_met_are_counted() -> None:
+    (problem,) = load_jsonl(REQUESTS, limit=1)
+    task = Task("0", "file", {}, (problem,))
+    first, second, *_ = json.loads(problem.answers[1])
+    table = TABLES["function_calls"]
+    for made, share in (([[first]], 0.25), ([[first], [second]], 0.5), ([], 0.0)):
+        judged = _judged(json.dumps(made))
+        all_met, met = (measured(one, task, judged) for one in table.measures.values())
+        assert (all_met.is_right, met.coverage) == (False, share)
 
 
 def test_parents_are_seen_where_they_were_encoded() -> None:
@@ -235,6 +248,7 @@ def test_an_arm_that_is_added_runs_alone(
         (["prisoners_dilemma", "--data", "x"], "leave out --data"),
         (["parallel_debate", "--data", "/nowhere.jsonl"], "cannot read"),
         (["code_review", "--data", str(FUNCTIONS)], f"set {CONSENT}=1"),
+        (["function_calls", "--data", str(FUNCTIONS)], "function_calls needs rows with question"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -18,6 +18,7 @@ from vllm_choreo.lab.workflows.by_role import AdaptersByRole, ServersByRole
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import ParentSpan
 
+SCENARIO = {"id": "0", "involved_classes": ["MathAPI"], "initial_config": {}}
 _INPUTS: dict[str, list[dict[str, Any]]] = {
     "direct": [{"question": "q"}],
     "tree_of_thoughts": [{"question": "q", "voters": ["a", "b"]}],
@@ -29,8 +30,11 @@ _INPUTS: dict[str, list[dict[str, Any]]] = {
         {"concepts": ["a", "b"], "layout": layout} for layout in ("standard", "paper")
     ],
     "code_review": [{"question": "q"}],
+    "function_calls": [{"requests": ["q"], "scenario": SCENARIO}],
     "prisoners_dilemma": [{"predict": True}],
 }
+# There are results where something is called.
+_REPLIES = {"function_calls": ["add(a=1, b=2)]"]}
 
 
 class Told(Notes):
@@ -105,7 +109,7 @@ class Server:
 def test_all_roles_of_a_workflow_are_known(workflow: str) -> None:
     found: set[Any] = set()
     for inputs in _INPUTS[workflow]:
-        log = program_of(workflow)(Notes(), **inputs)
+        log = program_of(workflow)(Notes(*_REPLIES.get(workflow, ())), **inputs)
         found |= {step.message.role for step in log.steps}
     assert found == set(ROLES[workflow])
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -16,6 +17,8 @@ from vllm_choreo.lab.workflows.chat import user
 from vllm_choreo.lab.workflows.code_review import code_review
 from vllm_choreo.lab.workflows.direct import direct
 from vllm_choreo.lab.workflows.document_qa import document_qa
+from vllm_choreo.lab.workflows.function_calls import ROLES as AGENTS
+from vllm_choreo.lab.workflows.function_calls import function_calls
 from vllm_choreo.lab.workflows.iterative_debate import is_settled, iterative_debate
 from vllm_choreo.lab.workflows.multi_qa import multi_qa
 from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
@@ -265,6 +268,27 @@ def test_each_role_reads_the_task_and_all_that_was_said_before_it() -> None:
     prompts = [step for step in log.steps if step.stage == "task"]
     assert len(prompts) == 4 and not any(step.message.parents for step in prompts)
     assert log.answers == ("def f():\n    pass",)
+
+
+def test_each_role_reads_what_was_called_and_what_that_gave() -> None:
+    scenario = {"id": "0", "involved_classes": ["MathAPI"], "initial_config": {}}
+    replies = ("add(a=1, b=2)]", "All is done.", "]", "It is [", "Nothing.", "add(a=3, b=4)] now")
+    log = function_calls(Notes(*replies), ["Add 1 and 2.", "Now 3 and 4."], scenario)
+    assert log.answers == (json.dumps([[["add(a=1, b=2)"]], [["add(a=3, b=4)"]]]),)
+    said = [
+        *("request 1/request", "calls 1/coder", "results 1/results"),
+        *("remark 1/tester", "rest 1/reviewer", "request 2/request"),
+        *("calls 2/coder", "remark 2/tester", "rest 2/reviewer", "results 2/results"),
+    ]
+    spoken = [place for place in said if place.rpartition("/")[2] in AGENTS]
+    for place in spoken:
+        stage, author = place.split("/")
+        before = said[: said.index(place)]
+        assert reads(log, stage, author) == [f"task/{author}", "task/functions", *before]
+    others = [step for step in log.steps if f"{step.stage}/{step.author}" not in spoken]
+    assert len(log.steps) == len(said) + 4 and not any(step.message.parents for step in others)
+    assert "add(a: float, b: float): " in message(log, "task", "functions").text
+    assert 'add(a=1, b=2): {"result": 3}' in message(log, "results 1", "results").text
 
 
 def test_documents_are_encoded_behind_the_instruction_and_apart() -> None:

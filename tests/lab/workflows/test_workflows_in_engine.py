@@ -19,6 +19,7 @@ from vllm_choreo.lab.record.replay import Replay
 from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge
 from vllm_choreo.lab.workflows.code_review import code_review
 from vllm_choreo.lab.workflows.direct import direct
+from vllm_choreo.lab.workflows.function_calls import function_calls
 from vllm_choreo.lab.workflows.iterative_debate import iterative_debate
 from vllm_choreo.lab.workflows.multi_qa import multi_qa
 from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
@@ -31,6 +32,8 @@ MODES = ("choreo", "exact", "baseline")
 LIKE_TEXT = ("exact", "baseline")
 ROLES = ["Be brief.", "Be exact."]
 QUESTIONS = ["Who came first?", "What is seven times eight?"]
+# Its description alone, byte by byte, would fill the context.
+SCENARIO = {"id": "0", "involved_classes": [], "initial_config": {}}
 CONCEPTS = ["dog", "tree", "run"]
 # Float32 sums in another order: measured differences stay below 1e-4.
 LOGPROB_TOLERANCE = 1e-3
@@ -67,6 +70,7 @@ WORKFLOWS: dict[str, Workflow] = {
         for leak in ("both", "none")
     },
     "code_review": lambda c, p: code_review(c, QUESTIONS[1], sampling_params=p),
+    "function_calls": lambda c, p: function_calls(c, QUESTIONS, SCENARIO, sampling_params=p),
     "prisoners_dilemma, predicted": lambda c, p: prisoners_dilemma(
         c, leak="plan", first="Bob", predict=True, rounds=1, sampling_params=p
     ),

@@ -31,6 +31,7 @@ WORKFLOWS = {
     "document_qa": "documents, encoded apart, and one answer from all of them",
     "branch_solve_merge": "two stories with half of the words each, merged into one",
     "code_review": "a coder, a tester and a reviewer write a function",
+    "function_calls": "a coder, a tester and a reviewer call functions for a user",
     "prisoners_dilemma": "two agents with secret plans talk, then cooperate or defect",
 }
 
@@ -141,7 +142,7 @@ def add_workflows(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
     for workflow, text in WORKFLOWS.items():
         own = workflows.add_parser(workflow, parents=[common], help=text, description=text)
         if workflow != "prisoners_dilemma":
-            _add_problems(own, tuple(SETS[workflow]))
+            _add_problems(own, tuple(SETS.get(workflow, ())))
         for name, settings in OPTIONS.get(workflow, {}).items():
             if not {"choices", "action"} & settings.keys():
                 settings = {"type": positive, "metavar": "N", **settings}
@@ -153,7 +154,8 @@ def _add_problems(parser: argparse.ArgumentParser, sets: tuple[str, ...]) -> Non
         "--data",
         type=Path,
         metavar="FILE",
-        help="problems as JSON lines (default: some made from the seed)",
+        help="problems as JSON lines"
+        + (" (default: some made from the seed)" if sets else ", without which there are none"),
     )
     parser.set_defaults(set=None)
     if len(sets) > 1:

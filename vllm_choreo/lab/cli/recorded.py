@@ -26,6 +26,8 @@ INPUTS: dict[str, Any] = {
     "documents": list[str],
     "opening": str,
     "concepts": list[str],
+    "requests": list[str],
+    "scenario": dict[str, Any],
     "candidates": int,
     "voters": int | list[str],
     "agents": int | list[str],
@@ -146,7 +148,7 @@ def _argument(name: str, value: object) -> object:
 def _problem(fields: dict[str, Any], place: str) -> Problem:
     if fields["kind"] not in get_args(Kind):
         raise ValueError(f"{place}.kind must be one of {get_args(Kind)}, not {fields['kind']!r}")
-    if fields["kind"] == "code" and len(fields["answers"]) != 2:
-        raise ValueError(f"{place}.answers must be two programs, not {len(fields['answers'])}")
+    if fields["kind"] in ("code", "calls") and len(fields["answers"]) != 2:
+        raise ValueError(f"{place}.answers must be two, not {len(fields['answers'])}")
     lists = {name: tuple(fields[name]) for name in ("answers", "documents")}
     return Problem(**{**fields, **lists})

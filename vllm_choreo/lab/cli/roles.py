@@ -38,6 +38,10 @@ ROLES: dict[str, tuple[str, ...]] = {
     "document_qa": ("instruction", "document", "answer"),
     "branch_solve_merge": ("branch", "story", "merge prompt", "merge"),
     "code_review": ("question", "coder", "tester", "reviewer", "code", "tests", "answer"),
+    "function_calls": (
+        *("functions", "coder", "tester", "reviewer", "request", "results"),
+        *("calls", "remark", "rest"),
+    ),
     "prisoners_dilemma": ("rules", "system", "plan", "utterance", "prediction", "decision"),
 }
 Players = dict[str, tuple[str, ...]]

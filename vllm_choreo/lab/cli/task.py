@@ -73,6 +73,8 @@ def _expected(problem: Problem) -> str:
         return ", ".join(problem.answers)
     if problem.kind == "code":
         return "passes its test"
+    if problem.kind == "calls":
+        return "all requests met"
     return " / ".join(problem.answers[:_MAX_SHOWN])
 
 

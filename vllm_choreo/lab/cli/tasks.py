@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +40,10 @@ _NEEDED: dict[str, tuple[str, Callable[[Problem], bool]]] = {
         "prompt, entry_point and test",
         lambda problem: problem.kind == "code",
     ),
+    "function_calls": (
+        "question, involved_classes, initial_config and ground_truth",
+        lambda problem: problem.kind == "calls",
+    ),
 }
 # How an answer is to be given, so that it is found in what the model says.
 _FORM = {
@@ -47,6 +52,7 @@ _FORM = {
     "trivia": "",
     "concepts": "",
     "code": "",
+    "calls": "",
 }
 
 
@@ -73,8 +79,8 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
             for i in range(args.limit or 1)
         ]
     problems = _problems(args)
-    check_may_be_judged(problems)
     groups = _groups(args.workflow, problems)
+    check_may_be_judged(problems)
     options |= _turns(args)
     return [
         Task(
@@ -115,7 +121,9 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
 
 
 def _set(args: argparse.Namespace) -> ProblemSet:
-    sets = SETS[args.workflow]
+    sets = SETS.get(args.workflow)
+    if sets is None:
+        raise ChoreoError(f"no problems are made for {args.workflow}: name a file with --data FILE")
     return sets[args.set or next(iter(sets))]
 
 
@@ -142,6 +150,9 @@ def _groups(workflow: str, problems: Sequence[Problem]) -> list[tuple[Problem, .
 def _inputs(workflow: str, group: Sequence[Problem]) -> dict[str, Any]:
     if workflow == "branch_solve_merge":
         return {"concepts": list(group[0].answers)}
+    if workflow == "function_calls":
+        scenario = json.loads(group[0].answers[0])
+        return {"requests": scenario.pop("requests"), "scenario": scenario}
     if workflow == "document_qa":
         (problem,) = group
         question = problem.question + _FORM[problem.kind]

@@ -15,7 +15,9 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import get_args
 
+from vllm_choreo.lab.problems.function_calls import share_met
 from vllm_choreo.lab.problems.inflections import inflections
 from vllm_choreo.lab.problems.latex import last_boxed, math_equal
 from vllm_choreo.lab.problems.numbers import numbers
@@ -35,10 +37,12 @@ def is_correct(kind: Kind, text: str, answers: Sequence[str]) -> bool:
         kind: kind of the problem.
         text: generated text.
         answers: answers of the problem; of kind "concepts" the concepts, all of which must occur;
-            of kind "code" what `text` completes, and the test, which is run: see `programs.passes`.
+            of kind "code" what `text` completes, and the test, which is run: see `programs.passes`;
+            of kind "calls" the scenario and what is to be called: see `function_calls.share_met`.
 
     Raises:
-        ChoreoError: programs may not be run; see `programs.check_code_may_run`.
+        ChoreoError: programs may not be run, see `programs.check_code_may_run`; or functions are
+            missing, see `SimulatedFunctions`.
         ValueError: no such kind.
     """
     if kind == "number":
@@ -55,7 +59,10 @@ def is_correct(kind: Kind, text: str, answers: Sequence[str]) -> bool:
     if kind == "code":
         head, test = answers
         return passes(text, head, test)
-    raise ValueError(f"kind must be number, math, trivia, concepts or code, not {kind!r}")
+    if kind == "calls":
+        scenario, wanted = answers
+        return share_met(text, scenario, wanted) == 1.0
+    raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, not {kind!r}")
 
 
 def final_number(text: str) -> Fraction | None:

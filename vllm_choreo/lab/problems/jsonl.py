@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions from JSON lines: the usual files of MATH, GSM8K, TriviaQA, CommonGen, NaturalQuestions
-and HumanEval, and, with long documents, of MuSiQue, HotpotQA and LongBench.
+and HumanEval, BFCL's of several turns, and, with long documents, MuSiQue, HotpotQA and LongBench.
 
 What a row is follows from its fields and from what stands in them, not from the file's name:
 
@@ -9,6 +9,7 @@ What a row is follows from its fields and from what stands in them, not from the
 | `concepts` | concepts |
 | `ordered_kv_records`, `key`, `value` | trivia |
 | `prompt`, `entry_point`, `test` | code |
+| `question`, `involved_classes`, `initial_config`, `ground_truth` | calls |
 | `question`, `problem` or `input`, `answers` | trivia |
 | the same, `answer` and `answer_aliases` | trivia |
 | `question` or `problem`, `answer` or `solution` | math with a box; else number if the answer is |
@@ -17,11 +18,16 @@ What a row is follows from its fields and from what stands in them, not from the
 The problem's documents are the records; or what stands beside a question: `title` and `text` of
 `ctxs`; `title` and `paragraph_text` of `paragraphs` (MuSiQue); titles and sentences of `context`
 (HotpotQA, as its own files or as columns), or `context` itself if it is text (LongBench).
+
+A row of BFCL without `ground_truth` has that of the same `id` in the file of the same name in the
+folder `possible_answer`, where BFCL has it.
+
 `id`, or `task_id`, is taken if there is one. Other fields are ignored.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +42,8 @@ from vllm_choreo.lab.problems.words import concepts_question
 
 _FORMS = (
     "a row has concepts; or question or problem, with answer, answers or solution; or "
-    "ordered_kv_records, key and value; or prompt, entry_point and test"
+    "ordered_kv_records, key and value; or prompt, entry_point and test; or question, "
+    "involved_classes, initial_config and ground_truth"
 )
 
 
@@ -99,6 +106,8 @@ def _problem(text: str, path: Path, line: int) -> Problem:
     if not isinstance(row, dict):
         raise DataError(f"a {type(row).__name__}, not an object; {_FORMS}", path, line)
     try:
+        if "involved_classes" in row and "ground_truth" not in row:
+            row["ground_truth"] = _possible_answer(path, row.get("id"))
         kind, question, answers, documents = _parts(row)
     except _FieldError as error:
         raise DataError(str(error), path, line, error.field) from None
@@ -118,6 +127,8 @@ def _parts(row: Mapping[str, Any]) -> _Parts:
         return _records(row)
     if "entry_point" in row:
         return _function(row)
+    if "involved_classes" in row:
+        return _requests(row)
     name = next((name for name in ("question", "problem", "input") if name in row), "")
     if not name:
         raise _FieldError("", f"no field that is known; {_FORMS}")
@@ -176,6 +187,59 @@ def _function(row: Mapping[str, Any]) -> _Parts:
     if not name.isidentifier():
         raise _FieldError("entry_point", f"must be the name of a function, not {name!r:.80}")
     return "code", code_question(head), (head, f"{_string(row, 'test')}\n\ncheck({name})"), ()
+
+
+def _requests(row: Mapping[str, Any]) -> _Parts:
+    """Parts of a row of BFCL: what a user says turn by turn, and what is to be called for it."""
+    classes, wanted = _strings(row, "involved_classes"), row["ground_truth"]
+    if "missed_function" in row:
+        raise _FieldError("missed_function", "functions that come later are not supported")
+    if not isinstance(row.get("initial_config"), Mapping):
+        raise _FieldError("initial_config", "must be an object, the state of each class")
+    turns = row.get("question")
+    if not isinstance(turns, list) or not turns or not all(map(_is_user_turn, turns)):
+        raise _FieldError("question", "must be a list of lists of one turn of a user each")
+    if not isinstance(wanted, list) or len(wanted) != len(turns):
+        raise _FieldError("ground_truth", "must be a list of calls for each turn of question")
+    scenario = {
+        "id": str(row.get("id", "")),
+        "involved_classes": list(classes),
+        "initial_config": row["initial_config"],
+        "excluded_function": list(row.get("excluded_function", ())),
+        "requests": [turn[0]["content"] for turn in turns],
+    }
+    question = "\n\n".join(scenario["requests"])
+    return "calls", question, (json.dumps(scenario), json.dumps(wanted)), ()
+
+
+def _is_user_turn(turn: object) -> bool:
+    return (
+        isinstance(turn, list)
+        and len(turn) == 1
+        and isinstance(turn[0], Mapping)
+        and turn[0].get("role") == "user"
+        and isinstance(turn[0].get("content"), str)
+    )
+
+
+def _possible_answer(path: Path, name: object) -> object:
+    """Return what is to be called for a row of BFCL, from the file beside its own."""
+    place = path.parent / "possible_answer" / path.name
+    try:
+        found = _possible_answers(place).get(name)
+    except (OSError, ValueError) as error:
+        raise _FieldError(
+            "ground_truth", f"missing, and {place} cannot be read ({error})"
+        ) from None
+    if found is None:
+        raise _FieldError("ground_truth", f"missing, and {place} has no row {name!r}")
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _possible_answers(place: Path) -> Mapping[object, object]:
+    rows = map(json.loads, filter(str.strip, place.read_text("utf-8").splitlines()))
+    return {row["id"]: row["ground_truth"] for row in rows}
 
 
 def _is_pair(pair: object) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["number", "math", "trivia", "concepts", "code"]
+Kind = Literal["number", "math", "trivia", "concepts", "code", "calls"]
 
 # So many drawn questions in a row that were there already: there are hardly any others.
 _MAX_REPEATS = 1000
@@ -23,7 +23,8 @@ class Problem:
         question: the text that is asked.
         answers: any one of them is right; of kind "concepts": what the text must contain, all of
             them. Of kinds "number" and "math" there is one; of kind "code" two, what the answer
-            completes and the test that it must pass, see `vllm_choreo.lab.problems.programs`.
+            completes and the test that it must pass, see `vllm_choreo.lab.problems.programs`; of
+            kind "calls" two, see `vllm_choreo.lab.problems.function_calls.share_met`.
         kind: how an answer is compared, see `vllm_choreo.lab.problems.grading.is_correct`.
         documents: texts that the question is about, each a message of its own; mostly none.
         opening: how the answer begins, for models too small to find the form by themselves; it is

@@ -10,38 +10,28 @@ beginning; choreographed, the task and what was said are encoded once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from vllm_choreo.api.protocol import Facade
+from vllm_choreo.lab.workflows.agent_role import AgentRole
 from vllm_choreo.lab.workflows.chat import Turns, open_chat
 from vllm_choreo.lab.workflows.sampling import Sampling, seeded
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Step, Transcript
 
-
-class _Role(NamedTuple):
-    """A role: its system prompt, the role of what it says, what it is asked, how it begins."""
-
-    system: str
-    says: str
-    asked: str
-    opening: str
-
-
 ROLES = {
-    "coder": _Role(
+    "coder": AgentRole(
         "You are a programmer. You write correct and simple functions in Python.",
         "code",
         "Write the whole function.",
         "```python\n",
     ),
-    "tester": _Role(
+    "tester": AgentRole(
         "You are a tester. You write short tests that find what is wrong with a function.",
         "tests",
         "Write at most five asserts for this function.",
         "```python\nassert",
     ),
-    "reviewer": _Role(
+    "reviewer": AgentRole(
         "You are a reviewer. You read code and its tests, and mend what is wrong.",
         "answer",
         "Write the final version of the whole function: as it is if it is right.",
@@ -72,11 +62,6 @@ def code_review(
     said: list[Message] = []
     speakers = zip(ROLES.items(), prompts, strict=True)
     for number, ((name, role), prompt) in enumerate(speakers, start=1):
-        answer = c.decode(
-            chat.user(role.asked) + chat.assistant(role.opening),
-            parents=[prompt, task, *said],
-            role=role.says,
-            sampling_params=seeded(sampling_params, number),
-        )
+        answer = role.say(c, chat, [prompt, task, *said], seeded(sampling_params, number))
         said.append(log.add(role.says, name, answer))
     return log.finish([said[-1].generated_text])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_choreo.lab.cli.task import Task
+from vllm_choreo.lab.problems.function_calls import share_met
 from vllm_choreo.lab.problems.grading import coverage, is_correct
 from vllm_choreo.lab.study.scores import Judged
 from vllm_choreo.lab.workflows.prisoners_dilemma import STRATEGIES
@@ -82,6 +83,12 @@ def _covers(task: Task, answers: Sequence[str]) -> float:
     return coverage(story, problem.answers)
 
 
+def _meets(task: Task, answers: Sequence[str]) -> float:
+    """Share of a user's requests that were met before the first that was not."""
+    (problem,), (made,) = task.problems, answers
+    return share_met(made, *problem.answers)
+
+
 def _cooperates(player: int) -> Measure:
     return lambda task, answers: answers[player] == "cooperate"
 
@@ -139,6 +146,15 @@ TABLES = {
             "functions, as of HumanEval",
             {"passed": _is_right},
             max_tokens=320,
+            temperature=0.0,
+        ),
+        PaperTable(
+            None,
+            "function_calls",
+            "a coder, a tester and a reviewer at a user's requests: requests that are met",
+            "requests, as of BFCL's multi_turn_base",
+            {"all": _is_right, "requests": _meets},
+            max_tokens=96,
             temperature=0.0,
         ),
     )
