@@ -33,8 +33,10 @@ def skip_reason() -> str | None:
     program = compiler.split()[0]
     if shutil.which(program) is None:
         return f"no C++ compiler {compiler!r}"
-    if subprocess.run([program, "--version"], capture_output=True).returncode != 0:
-        return f"the C++ compiler {compiler!r} does not run"
+    try:
+        subprocess.run([program, "--version"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"the C++ compiler {compiler!r} does not run ({error})"
     return None
 
 

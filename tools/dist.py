@@ -21,6 +21,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from vllm_choreo.testing.selfcheck import BESIDE_TORCH
+
 REPOSITORY = Path(__file__).parents[1]
 # Torch's own, which the process has loaded before.
 _FOREIGN = ("libtorch*", "libc10*", "libgomp*")
@@ -69,8 +71,7 @@ def try_wheel(wheel: Path) -> None:
         extra = ["--extra-index-url", index] if index else []
         _run([python, "-m", "pip", "install", "--quiet", *extra, f"{wheel}[cpu]"], scratch)
         # As docs/install.md says.
-        foreign = ["torchvision", "torchaudio", "torchcodec"]
-        _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *foreign], scratch)
+        _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *BESIDE_TORCH], scratch)
         _run([python, "-m", "vllm_choreo.testing.selfcheck"], scratch)
 
 

@@ -113,7 +113,11 @@ def test_both_have_all_files(built: tuple[Path, Path]) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("no-such-compiler", "no C++ compiler 'no-such-compiler'"), ("/bin/false", "/bin/false")],
+    [
+        ("no-such-compiler", "no C++ compiler 'no-such-compiler'"),
+        ("/bin/false", "'/bin/false' does not run"),
+        ("{folder}/no-program", "/no-program' does not run"),
+    ],
 )
 def test_it_is_installed_without_a_compiler_that_works(
     built: tuple[Path, Path], tmp_path: Path, compiler: str, reason: str
@@ -122,10 +126,12 @@ def test_it_is_installed_without_a_compiler_that_works(
     with tarfile.open(source) as archive:
         archive.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
+    (folder / "no-program").write_bytes(b"\0")
+    (folder / "no-program").chmod(0o755)
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
     done = subprocess.run(
         [*command, "-w", str(tmp_path / "out"), str(folder)],
-        env={**PLAIN, "CXX": compiler},
+        env={**PLAIN, "CXX": compiler.format(folder=folder)},
         capture_output=True,
         text=True,
     )

