@@ -6,10 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import bfcl_eval
+
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.transcript.transcript import Transcript
 
+# A user's requests, which BFCL's package has; none are made.
+REQUESTS = Path(bfcl_eval.__path__[0], "data", "BFCL_v4_multi_turn_base.json")
 # Arguments for tiny models, whose tokenizers have no template.
 CHATML = ("--chat-template", str(Path(__file__).with_name("chatml.jinja")))
 
@@ -84,6 +88,11 @@ class Notes:
         )
         self.places[message.id] = (item.get("offsets"), item.get("new_offset"))
         return message
+
+
+def problems_of(workflow: str) -> tuple[str, ...]:
+    """Arguments that give a workflow its problems, where none are made for it."""
+    return ("--data", str(REQUESTS)) if workflow == "function_calls" else ()
 
 
 def reads(transcript: Transcript, stage: str, author: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.notes import Notes
+from tests.lab.notes import Notes, problems_of
 from vllm_choreo.chat.turns import ChatTurns
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import ChoreoError
@@ -65,7 +65,7 @@ def run(tmp_path: Path, *arguments: str) -> int:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
 def test_every_workflow_is_recorded_as_text(workflow: str, tmp_path: Path) -> None:
-    assert run(tmp_path, workflow, "--limit", "10") == 0
+    assert run(tmp_path, workflow, *problems_of(workflow), "--limit", "10") == 0
     recording = Recording.load(tmp_path / "r")
     assert (recording.mode, recording.base) == ("baseline", ModelIdentity.of(tmp_path / "model"))
     assert [len(recording.parts[part]) for part in PARTS] == [8, 1, 1]

@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.chat.chat_templates import tokenizer_of
-from tests.lab.notes import Notes
+from tests.lab.notes import Notes, problems_of
 from tests.transcript.transcripts import debate
 from vllm_choreo.chat.turns import ChatTurns, turns_of_tokenizer
 from vllm_choreo.cli import main as cli
@@ -62,7 +62,8 @@ def test_options_are_arguments_of_the_workflow_and_name_its_defaults(workflow: s
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
 def test_every_workflow_runs_on_problems_of_its_own(workflow: str) -> None:
-    tasks = tasks_of(parsed(workflow, "--limit", "2", "--seed", "7"))
+    given = workflow, *problems_of(workflow), "--limit", "2", "--seed", "7"
+    tasks = tasks_of(parsed(*given))
     assert len(tasks) == 2 and tasks[0].inputs != tasks[1].inputs
     for task in tasks:
         transcript = program_of(workflow)(Notes(), **task.inputs)
@@ -71,9 +72,7 @@ def test_every_workflow_runs_on_problems_of_its_own(workflow: str) -> None:
         assert question_of(task, transcript.inputs)
         assert len(task.expected()) == len(task.problems)
         assert task.is_right(transcript.answers) in ((False,) if task.problems else (None,))
-    assert [task.inputs for task in tasks_of(parsed(workflow, "--limit", "2", "--seed", "7"))] == [
-        task.inputs for task in tasks
-    ]
+    assert [task.inputs for task in tasks_of(parsed(*given))] == [task.inputs for task in tasks]
 
 
 def test_options_reach_the_workflow() -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bfcl_eval
 import pytest
 
 from tests.chat.chat_templates import tokenizer_of
 from tests.engine.adapters import Adapter
+from tests.lab.notes import REQUESTS
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.task import Task
 from vllm_choreo.lab.problems import Problem, functions, load_jsonl
@@ -31,7 +31,6 @@ from vllm_choreo.lab.study.tables.log import RunLog
 from vllm_choreo.lab.workflows.prisoners_dilemma import STRATEGIES
 
 FUNCTIONS = Path(__file__).with_name("functions.jsonl")
-REQUESTS = Path(bfcl_eval.__path__[0], "data", "BFCL_v4_multi_turn_base.json")
 DOCS = (Path(__file__).parents[3] / "docs" / "answers.md").read_text(encoding="utf-8")
 
 
