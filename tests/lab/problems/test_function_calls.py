@@ -108,7 +108,11 @@ def test_no_other_function_is_called_by_the_judge(tmp_path: Path) -> None:
     wanted = json.loads(problem.answers[1])
     made = [[[f"open({str(trace)!r}, 'w')", *calls]] for calls in wanted]
     assert _share(made, problem) == 1.0
+    inner = [[[f"cd(folder=open({str(trace)!r}, 'w'))"]]]
+    assert _share(inner, problem) == 0.0
     assert not trace.exists()
+    for said in ("[[1]]", '[["ls()"]]', "{}", "1", "[[[1]]]"):
+        assert share_met(said, *problem.answers) == 0.0
 
 
 def test_without_the_package_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
+
+import msgspec
 
 from vllm_choreo.errors import ChoreoError
 
@@ -140,8 +142,13 @@ def share_met(text: str, scenario: str, wanted: str) -> float:
     """
     row, right = json.loads(scenario), json.loads(wanted)
     known = SimulatedFunctions(row)
+    # The judge evaluates what it is given, whoever wrote it.
     made = [
-        [[call for call in step if call in known] for step in request] for request in _made(text)
+        [
+            [one for call in step for one in calls_in(f"[{call}]") if one in known]
+            for step in request
+        ]
+        for request in _made(text)
     ]
     made += [[]] * (len(right) - len(made))
     check = _bfcl(f"{_JUDGE}checker").multi_turn_checker
@@ -158,10 +165,12 @@ def _made(text: str) -> list[list[list[str]]]:
     """Calls of each step of each request; those of a model's own words are of one step."""
     try:
         made = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return [[calls_in(text)]]
-    is_right = isinstance(made, list) and all(isinstance(request, list) for request in made)
-    return cast("list[list[list[str]]]", made) if is_right else []
+    try:
+        return msgspec.convert(made, list[list[list[str]]])
+    except msgspec.ValidationError:
+        return [[calls_in(text)]]
 
 
 @contextmanager

@@ -205,7 +205,7 @@ def _requests(row: Mapping[str, Any]) -> _Parts:
         "id": str(row.get("id", "")),
         "involved_classes": list(classes),
         "initial_config": row["initial_config"],
-        "excluded_function": list(row.get("excluded_function", ())),
+        "excluded_function": list(row.get("excluded_function") or ()),
         "requests": [turn[0]["content"] for turn in turns],
     }
     question = "\n\n".join(scenario["requests"])
@@ -227,7 +227,7 @@ def _possible_answer(path: Path, name: object) -> object:
     place = path.parent / "possible_answer" / path.name
     try:
         found = _possible_answers(place).get(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise _FieldError(
             "ground_truth", f"missing, and {place} cannot be read ({error})"
         ) from None
