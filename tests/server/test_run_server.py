@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.lab.notes import problems_of
 from vllm_choreo.cli import main as cli
 from vllm_choreo.lab.cli.options import WORKFLOWS
 from vllm_choreo.lab.problems.programs import CONSENT
@@ -45,7 +46,7 @@ def test_every_workflow(
 ) -> None:
     monkeypatch.setenv(CONSENT, "1")
     arguments = ["run", workflow, "--server", server.base_url, "--api-key", server.keys[0]]
-    arguments += [*SHORT, *SMALL.get(workflow, ()), "--out", str(tmp_path)]
+    arguments += [*SHORT, *SMALL.get(workflow, ()), *problems_of(workflow), "--out", str(tmp_path)]
     assert cli.main(arguments) == 0
     ((name, data),) = made(tmp_path).items()
     assert name == "transcript.json" and data["mode"] == "choreo" and data["answers"]
