@@ -127,6 +127,15 @@ def test_an_unknown_class_is_named() -> None:
         SimulatedFunctions({**MATH, "involved_classes": ["Nothing"]})
 
 
+def test_a_state_in_which_nothing_can_begin_is_named() -> None:
+    files = {"involved_classes": ["GorillaFileSystem"]}
+    for state in ({"root": []}, {"root": {"home": 1}}, 7):
+        row = {**MATH, **files, "initial_config": {"GorillaFileSystem": state}}
+        with pytest.raises(ChoreoError, match="GorillaFileSystem can begin with") as caught:
+            SimulatedFunctions(row)
+        assert caught.value.parameter == "initial_config.GorillaFileSystem"
+
+
 ROW: dict[str, Any] = {
     **MATH,
     "question": [[{"role": "user", "content": "Add 1 and 2."}]],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 import shlex
@@ -83,6 +84,21 @@ def test_a_model_comes_back_as_it_was(
     ids = torch.randint(0, len(VOCAB), (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=0, atol=0)
+
+
+def test_nothing_is_said_against_the_tokenizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path / "model.gguf", "qwen2, tied")
+    folder = gguf_model(tmp_path / "model.gguf", tmp_path / "model", progress=False)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab |= {f"word {i}": i for i in range(len(vocab), 100_001)}  # small ones are not looked at
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert transformers.AutoTokenizer.from_pretrained(folder).encode("42 shed")
+    assert not caplog.records
 
 
 def test_large_models_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class SimulatedFunctions:
         text: a line for each function, with its arguments: what a model is told of them.
 
     Raises:
-        ChoreoError: the package `bfcl-eval` is missing, or does not know a class.
+        ChoreoError: the package `bfcl-eval` is missing, or does not know a class or its state.
     """
 
     def __init__(self, scenario: Mapping[str, Any]) -> None:
@@ -62,10 +62,7 @@ class SimulatedFunctions:
                 importlib.import_module(places.CLASS_FILE_PATH_MAPPING[name]), name
             )()
             if name not in places.STATELESS_CLASSES:
-                simulation._load_scenario(
-                    copy.deepcopy(scenario["initial_config"].get(name, {})),
-                    long_context="long_context" in scenario["id"],
-                )
+                _begin(simulation._load_scenario, name, scenario)
             for described in _descriptions(places.MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]):
                 if described["name"] not in scenario.get("excluded_function", ()):
                     self._methods[described["name"]] = getattr(simulation, described["name"])
@@ -90,6 +87,20 @@ class SimulatedFunctions:
         except Exception as error:  # whatever a simulation raises, the model is told
             return f"Error: {error}"
         return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def _begin(load: Callable[..., object], name: str, scenario: Mapping[str, Any]) -> None:
+    """Set the simulation of a class to the state with which a scenario begins."""
+    state = scenario["initial_config"].get(name, {})
+    try:
+        load(copy.deepcopy(state), long_context="long_context" in scenario["id"])
+    except Exception as error:  # whatever a state of another form makes of it
+        raise ChoreoError(
+            f"not a state that bfcl-eval's {name} can begin with "
+            f"({type(error).__name__}: {error}); its own files of problems have such states",
+            parameter=f"initial_config.{name}",
+            value=state,
+        ) from error
 
 
 def calls_in(text: str) -> list[str]:

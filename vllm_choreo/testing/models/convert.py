@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "tqdm")
 _WEIGHTS = "model.safetensors"
+_TRANSFORMERS_VERSION = "4.57.0"  # as which `config.json` is written: its names are of the 4s
 # Of one file of weights, which is held in memory as a whole; larger models have several.
 _MAX_FILE_BYTES = 2 * 10**9
 _ROUND_TRIP_TEXTS = (
@@ -103,6 +104,8 @@ def _config(architecture: Architecture, fields: Fields, reader: gguf.GGUFReader)
     names = {tensor.name for tensor in reader.tensors}
     config = architecture.config(fields)
     config["tie_word_embeddings"] = "output.weight" not in names
+    # Without a version, transformers takes any tokenizer for one of Mistral's broken ones.
+    config["transformers_version"] = _TRANSFORMERS_VERSION
     return {key: value for key, value in config.items() if value is not None}
 
 

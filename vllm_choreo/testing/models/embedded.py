@@ -42,7 +42,7 @@ from vllm_choreo.testing.models.sources import DEFAULT, SOURCES, ModelSource
 
 # Written last: the folder is ours and complete. Raise the version when the output changes.
 MARKER_NAME = "vllm_choreo_embedded.json"
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 # Given a folder to work in, returns the GGUF file.
 FindFile = Callable[[Path], Path]
