@@ -63,7 +63,7 @@ def main(words: list[str] | None = None) -> int:
         # Without texts, which are not ours to give out.
         told = [{key: row[key] for key in row if key != "answer"} for row in rows]
         where = {"set_up": _set_up(args)} if about else {}
-        where |= record()
+        where |= record() | ({} if args.stock or args.ours else {"threads": args.threads})
         measured = [{**about, **row, **where} for row in told if row["kind"] == "timed"]
         write_csv(name, [*others, *known, *measured])
 
@@ -170,6 +170,8 @@ def _add_common(part: argparse.ArgumentParser) -> None:
     add("--answers", type=Path, metavar="FILE", help="write all answers there, as JSON lines")
     add("--max-model-len", type=int, default=8192, help="of servers started here")
     add("--kv-cache-gib", type=int, default=2, help="of servers started here")
+    add("--threads", type=int, default=1, help="of each server started here; they are asked in "
+        "turn, so on a quiet machine as many as it has cores")  # fmt: skip
 
 
 def _layout(
@@ -231,7 +233,7 @@ def _started(
     """A server, and a client of it for each key."""
     from vllm_choreo.testing.server import start_server
 
-    env = {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_cache_gib)}
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_cache_gib), "OMP_NUM_THREADS": str(args.threads)}
     options: dict[str, Any] = {"max_model_len": args.max_model_len}
     if has_plugin and args.adapter:
         from vllm_choreo.engine.lora import engine_options
