@@ -4,8 +4,8 @@
     python -m benchmarks.rivals permuted [--document-tokens 500] [--orders 10]
     python -m benchmarks.rivals multidoc [--documents 20] [--per-request 5] [--requests 20]
     python -m benchmarks.rivals agents   [--agents 5] [--rounds 2] [--input-tokens 1000]
-    python -m benchmarks.rivals ragqa --data FILE [--limit 20] [--answers FILE] [--adapter FOLDER]
-                                      [--add]
+    python -m benchmarks.rivals ragqa --data FILE [--limit 20] [--passages 6] [--adapter FOLDER]
+                                      [--answers FILE] [--add]
 
 Asked in turn: vLLM without the plugin, with its prefix cache, and a server with the plugin in
 several ways, cut by content: "exact", "seen" and "alone" (the contexts of mode "choreo"), "repair"
@@ -15,7 +15,8 @@ running ones: --stock URL, --ours URL (or one of them), with one --api-key for e
 --tokenizer, by which texts are made of the lengths that are asked for, and the name of a served
 adapter. Lengths are for a CPU; the originals are 5,000 tokens a document (permuted), 100 documents
 of 3,000 (multidoc), 512 of prefix and answer (agents). ragqa reads MuSiQue or HotpotQA from a file
-of yours (`questions.py` says where there are some); ended in the middle, it goes on from --answers.
+of yours (`questions.py` says where there are some), over all passages of each question or the
+first that hold those with the answer; ended in the middle, it goes on from --answers.
 With --add it asks so many questions more than the results have of that file, and adds the answers.
 """
 

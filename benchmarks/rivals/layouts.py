@@ -29,7 +29,7 @@ SIZES: dict[str, dict[str, int]] = {
         "system_tokens": 200, "documents": 20, "document_tokens": 500, "per_request": 5,
         "requests": 20, "max_tokens": 32,
     },
-    "ragqa": {"max_tokens": 32},
+    "ragqa": {"passages": 0, "max_tokens": 32},
     "agents": {
         "agents": 5, "rounds": 2, "input_tokens": 1000, "prefix_tokens": 512, "max_tokens": 128,
     },
@@ -110,18 +110,21 @@ def multidoc(
         yield Ask([system, turn("user", content)], max_tokens)
 
 
-def ragqa(questions: Sequence[Question], *, max_tokens: int) -> Layout:
+def ragqa(questions: Sequence[Question], *, passages: int, max_tokens: int) -> Layout:
     """Questions, one after the other: passages that were not sent yet, each alone behind the system
     prompt, then all passages and the question in one turn.
+
+    Args:
+        passages: of each question, see `Question.with_fewer`.
     """
     sent: set[str] = set()
-    for question in questions:
+    for question in (one.with_fewer(passages) for one in questions):
         for passage in question.passages:
             if passage not in sent:
                 yield Ask([turn("user", f"{QA_SYSTEM}{passage}\n\n")], 1, "warm")
         sent.update(question.passages)
-        passages = "".join(f"{passage}\n\n" for passage in question.passages)
-        content = f"{QA_SYSTEM}{passages}Question: {question.text}\nAnswer in a few words."
+        text = "".join(f"{passage}\n\n" for passage in question.passages)
+        content = f"{QA_SYSTEM}{text}Question: {question.text}\nAnswer in a few words."
         yield Ask([turn("user", content)], max_tokens, gold=question.answers)
 
 

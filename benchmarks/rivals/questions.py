@@ -3,8 +3,9 @@
 
 Read are MuSiQue and HotpotQA as they are published, CacheBlend's form of MuSiQue, and LongBench's
 form of both; JSON or JSON lines. None of them is part of this repository: among the repositories
-that hold such files are YaoJiayi/CacheBlend (`inputs/musique_s.json`, 150 questions of MuSiQue) and
-yhshu/HippoRAG (`data/hotpotqa_train.json`, `data/musique_train.json`, 100 questions each).
+that hold such files are YaoJiayi/CacheBlend (`inputs/musique_s.json`, 150 questions of MuSiQue),
+yhshu/HippoRAG (`data/hotpotqa_train.json`, `data/musique_train.json`, 100 questions each) and
+AdelWang/MIGRES (`data/musique.json`, `data/hotpot.json`, 200 questions each).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,38 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Question:
-    """A question over passages, and its right answers."""
+    """A question over passages, and its right answers.
+
+    Attributes:
+        supporting: numbers of the passages that the answer rests on; empty: it is not known.
+    """
 
     text: str
     passages: tuple[str, ...]
     answers: tuple[str, ...]
+    supporting: frozenset[int] = frozenset()
+
+    def with_fewer(self, number: int) -> Question:
+        """Return the question over so many passages, in their order.
+
+        Args:
+            number: of passages: those that it rests on, all of them, and the first others; 0: all.
+
+        Raises:
+            SystemExit: the file does not tell on which it rests.
+        """
+        if not number:
+            return self
+        if not self.supporting:
+            raise SystemExit(
+                f"--passages {number}: the file does not tell on which passages an answer rests; "
+                "leave it out, or take MuSiQue or HotpotQA as they are published"
+            )
+        others = [at for at in range(len(self.passages)) if at not in self.supporting]
+        kept = sorted([*self.supporting, *others[: max(0, number - len(self.supporting))]])
+        passages = tuple(self.passages[at] for at in kept)
+        supporting = frozenset(kept.index(at) for at in self.supporting)
+        return replace(self, passages=passages, supporting=supporting)
 
 
 def read_questions(path: Path, limit: int) -> list[Question]:
@@ -61,7 +89,20 @@ def _question(item: Mapping[str, Any], path: Path) -> Question:
             f"{path}: an item needs question (or input), answer (or answers), and paragraphs, ctxs "
             f"or context; this one has {sorted(item)}"
         )
-    return Question(text, tuple(passages), tuple(answers))
+    return Question(text, tuple(passages), tuple(answers), _supporting(item))
+
+
+def _supporting(item: Mapping[str, Any]) -> frozenset[int]:
+    """Numbers of the passages that an answer rests on; none where the form does not tell."""
+    if "question_decomposition" in item:  # MuSiQue
+        wanted = {part["paragraph_support_idx"] for part in item["question_decomposition"]}
+        return frozenset(at for at, p in enumerate(item["paragraphs"]) if p["idx"] in wanted)
+    facts, context = item.get("supporting_facts"), item.get("context")  # HotpotQA
+    if not facts or not context:
+        return frozenset()
+    titles = context["title"] if isinstance(context, Mapping) else [title for title, _ in context]
+    named = facts["title"] if isinstance(facts, Mapping) else [title for title, _ in facts]
+    return frozenset(at for at, title in enumerate(titles) if title in named)
 
 
 def _passages(item: Mapping[str, Any]) -> Sequence[str]:

@@ -64,14 +64,14 @@ QUESTIONS = [Question("Who?", ("a", "b"), ("x",)), Question("Where?", ("b", "c")
 
 
 def test_ragqa_sends_each_passage_once_behind_the_system_text_and_then_composes() -> None:
-    asks = asked(layouts.ragqa(QUESTIONS, max_tokens=9))
+    asks = asked(layouts.ragqa(QUESTIONS, passages=0, max_tokens=9))
     assert [ask.kind for ask in asks] == ["warm", "warm", "timed", "warm", "timed"]
     warm = [ask.chat[0]["content"] for ask in asks if ask.kind == "warm"]
     assert warm == [f"{layouts.QA_SYSTEM}{one}\n\n" for one in "abc"]
     timed = [ask for ask in asks if ask.kind == "timed"]
     assert [ask.gold for ask in timed] == [("x",), ("said 1",)]
     assert timed[1].chat[0]["content"].startswith(f"{layouts.QA_SYSTEM}b\n\nc\n\nQuestion: Where?")
-    assert count_requests(lambda: layouts.ragqa(QUESTIONS, max_tokens=9)) == 2
+    assert count_requests(lambda: layouts.ragqa(QUESTIONS, passages=0, max_tokens=9)) == 2
 
 
 def test_what_stands_before_the_passages_is_a_piece_of_its_own() -> None:
@@ -144,6 +144,40 @@ def test_files_of_questions_are_read(form: str, in_lines: bool, tmp_path: Path) 
     assert len(questions) == 2 and len(read_questions(file, 0)) == 3
     assert (questions[0].text, questions[0].passages) == ("Who?", ("T\nOne.",))
     assert questions[0].answers[0] == "Anna"
+
+
+SUPPORTED: dict[str, dict[str, Any]] = {
+    "musique": {
+        "paragraphs": [{"idx": n, "title": "T", "paragraph_text": f"{n}."} for n in range(5)],
+        "question_decomposition": [{"paragraph_support_idx": n} for n in (4, 2)],
+    },
+    "hotpotqa": {
+        "context": [[f"{n}", ["On", f"{n}."]] for n in range(5)],
+        "supporting_facts": [["4", 0], ["2", 1], ["2", 0]],
+    },
+    "hotpotqa_columns": {
+        "context": {"title": [*"01234"], "sentences": [[f"{n}."] for n in range(5)]},
+        "supporting_facts": {"title": ["4", "2", "2"], "sent_id": [0, 1, 0]},
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fewer_passages_are_those_that_support_and_the_first_others(
+    form: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "questions"
+    file.write_text(json.dumps([FORMS[form] | SUPPORTED.get(form, {})]))
+    (question,) = read_questions(file, 0)
+    assert question.with_fewer(0) == question
+    if form not in SUPPORTED:
+        with pytest.raises(SystemExit, match="--passages 2: the file does not tell"):
+            question.with_fewer(2)
+        return
+    for number, kept in {1: "24", 2: "24", 3: "024", 4: "0124", 5: "01234", 9: "01234"}.items():
+        fewer = question.with_fewer(number)
+        assert [passage[-2] for passage in fewer.passages] == [*kept]
+        assert [fewer.passages[at][-2] for at in sorted(fewer.supporting)] == ["2", "4"]
 
 
 def test_what_is_no_file_of_questions_is_refused(tmp_path: Path) -> None:
@@ -242,7 +276,7 @@ def test_a_run_that_was_ended_goes_on_from_its_answers(tmp_path: Path) -> None:
 
         left = QUESTIONS[file.num_done :]
         if left:
-            make = lambda: layouts.ragqa(left, max_tokens=9)  # noqa: E731
+            make = lambda: layouts.ragqa(left, passages=0, max_tokens=9)  # noqa: E731
             run("ragqa", sides, make, True, on_answers, file.next_number)
         return file
 
