@@ -42,7 +42,7 @@ PACKAGES: dict[str, set[str]] = {
         *("config", "repair", "semantics", "engine", "trained_adapter", "chat", "snapshot"),
         "fleet",
     },
-    "client": {"repair", "semantics", "wire", "api"},
+    "client": {"repair", "semantics", "wire", "api", "chat"},
     "integrations": set(),
     "testing": {"semantics", "integrations", "ops"},
     "server": {
@@ -73,7 +73,7 @@ PACKAGES: dict[str, set[str]] = {
     "lab.cli": {
         *("repair", "semantics", "transcript", "api", "cli", "files", "testing"),
         *("trained_adapter", "lab.problems", "lab.record", "lab.report", "lab.train"),
-        "lab.workflows",
+        *("lab.workflows", "client"),
     },
     "lab.study": {
         *("repair", "semantics", "transcript", "api", "engine", "cli", "files", "testing"),

@@ -39,6 +39,7 @@ from vllm_choreo.api.pictures import PictureRenderer
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.api.snapshots import Snapshots
+from vllm_choreo.chat.turns import ChatTurns
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import Answer, Answers, Asked, Result, asked, asked_copy
 from vllm_choreo.semantics.call_methods import CallMethods
@@ -116,6 +117,11 @@ class Choreography(CallMethods):
     def identity(self) -> dict[str, str] | None:
         """Model, adapter and repair behind the answers, as text; None: repair follows the load."""
         return self._session.identity
+
+    @property
+    def turns(self) -> ChatTurns | None:
+        """Texts around a chat's turns, as the model's template writes them; None: it has none."""
+        return self._session.turns
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """The token ids that a message of this text has; no special tokens are added."""

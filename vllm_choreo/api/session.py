@@ -7,6 +7,7 @@ facades (`Choreography`, `AsyncChoreography`) and both modes share it.
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,8 @@ from vllm_choreo.api.options import checked_sampling_params
 from vllm_choreo.api.placeholders import check_placeholders, placeholder_of
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session_repair import SessionRepair
+from vllm_choreo.chat.template import TemplatedTokenizer
+from vllm_choreo.chat.turns import ChatTurns, turns_of_tokenizer
 from vllm_choreo.errors import (
     ChoreoError,
     CyclicParentsError,
@@ -285,6 +288,13 @@ class Session:
         return stats if choices is None else {**stats, "layers_chosen": choices}
 
     # -- the new tokens ----------------------------------------------------------------------
+
+    @functools.cached_property
+    def turns(self) -> ChatTurns | None:
+        """Texts around a chat's turns, as the model's template writes them; None: it has none."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return None
+        return turns_of_tokenizer(cast(TemplatedTokenizer, self._tokenizer))
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """The token ids of text; no special tokens are added."""

@@ -71,6 +71,27 @@ class ChatTurns:
         """The beginning of an assistant turn, for the model to go on from."""
         return self.opened_answer + opening if opening else self.answer
 
+    def around(self, role: str) -> tuple[str, str]:
+        """Texts before and behind a turn of a role: "system", "user" or "assistant".
+
+        Raises:
+            ChoreoError: another role, which templates write in many ways.
+        """
+        texts = self.to_json()
+        if f"{role}_opening" not in texts or role == "folded":
+            raise ChoreoError(
+                "what the model's template writes around such a turn is not known: give the text "
+                "to the user, with what the model knows it by",
+                parameter="role",
+                value=role,
+            )
+        return texts[f"{role}_opening"], texts[f"{role}_closing"]
+
+    def ends_turn(self, text: str) -> bool:
+        """Tell if a text ends with what closes a turn; turns that nothing closes do not end."""
+        closings = (self.system_closing, self.user_closing, self.assistant_closing)
+        return text.endswith(tuple(filter(None, closings)))
+
     def row(self, roles: Sequence[str]) -> list[tuple[str, str]]:
         """Texts before and behind each turn of a conversation of turns as they stand.
 
@@ -80,7 +101,7 @@ class ChatTurns:
         texts: list[tuple[str, str]] = []
         is_folded = False
         for role, following in pairwise((*roles, "")):
-            opening, closing = getattr(self, f"{role}_opening"), getattr(self, f"{role}_closing")
+            opening, closing = self.around(role)
             if is_folded:
                 opening = ""
             folds = bool(self.folded_opening or self.folded_closing)

@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_choreo.chat.turns import ChatTurns, chat_turns, turns_of_tokenizer
+from vllm_choreo.chat.turns import ChatTurns, turns_of_tokenizer
 from vllm_choreo.errors import ChoreoError
-
-_SECONDS = 60.0
 
 
 def turns_of_model(model: str | None, template: Path | None = None) -> ChatTurns:
@@ -50,34 +47,3 @@ def turns_of_model(model: str | None, template: Path | None = None) -> ChatTurns
             value=folder,
         )
     return turns_of_tokenizer(tokenizer, text)
-
-
-def turns_of_server(base_url: str, api_key: str | None) -> ChatTurns:
-    """Texts around turns of the model of a server.
-
-    The server renders chats as tokens (`/tokenize`), and says what they are as text.
-
-    Raises:
-        ChoreoError: the server does not answer, or its model writes no turns.
-    """
-    import httpx
-
-    from vllm_choreo.client.endpoint import Endpoint
-    from vllm_choreo.client.failures import content_of, no_answer
-
-    endpoint = Endpoint(base_url, api_key, _SECONDS)
-    with httpx.Client(**endpoint.options()) as client:
-
-        def post(path: str, body: Mapping[str, object]) -> Mapping[str, object]:
-            try:
-                response = client.post(path, json=body)
-            except httpx.HTTPError as error:
-                raise no_answer(endpoint, error) from error
-            return content_of(endpoint, response.status_code, response.content)
-
-        def render(turns: Sequence[Mapping[str, str]], ends: bool) -> str:
-            chat = {"messages": list(turns), "add_generation_prompt": ends}
-            tokens = post("/tokenize", chat)["tokens"]
-            return str(post("/detokenize", {"tokens": tokens})["prompt"])
-
-        return chat_turns(render)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from vllm_choreo.planner.logical.nodes import BoundGraph, Node, Operators, Value
-from vllm_choreo.planner.logical.values import CHATML, Template
+from vllm_choreo.planner.logical.values import CHATML, PromptTurns
 from vllm_choreo.planner.physical.cost import Calls, CostModel, Timetable
 from vllm_choreo.planner.physical.profile import Profile, estimated_tokens
 from vllm_choreo.planner.physical.radix import Symbol, TemplatedRadixTree
@@ -42,7 +42,7 @@ class Target:
         num_workers: number of workers.
         cost: the cost model.
         profile: lengths of answers.
-        template: chat template of the model.
+        turns: texts around the messages of a chat.
         dispatch: choice among the calls that can run: "rank" begins the one that is first in the
             order of calls; "pending" one of the query with the most of them, sequence by sequence.
         without: parts that are left out, to measure what each is worth: names of passes behind
@@ -53,7 +53,7 @@ class Target:
     num_workers: int = 1
     cost: CostModel = field(default_factory=CostModel)
     profile: Profile = field(default_factory=Profile)
-    template: Template = CHATML
+    turns: PromptTurns = CHATML
     dispatch: str = "rank"
     without: frozenset[str] = frozenset()
 

@@ -22,14 +22,14 @@ from vllm_choreo.planner.execute.run_stats import RunStats
 from vllm_choreo.planner.logical.fetch import fetch
 from vllm_choreo.planner.logical.graph import CompiledGraph, Graph
 from vllm_choreo.planner.logical.nodes import Value
-from vllm_choreo.planner.logical.values import CHATML, Template
+from vllm_choreo.planner.logical.values import PromptTurns
 from vllm_choreo.planner.physical.choose import SEMANTICS
 from vllm_choreo.planner.physical.cost import CostModel
 from vllm_choreo.planner.physical.profile import Profile
 from vllm_choreo.planner.pipeline import make_plan
 from vllm_choreo.planner.plan import Pass, Plan, Target
 from vllm_choreo.planner.workers.facade import AnyFacade, as_worker
-from vllm_choreo.planner.workers.worker import Uri, Worker
+from vllm_choreo.planner.workers.worker import Uri, Worker, turns_of
 
 Result = Value  # of a query's result; with several results a dict of their values by name
 OnResult = Callable[[int, Result], None]
@@ -86,7 +86,7 @@ class PlannerOptions(TypedDict, total=False):
     cache: AnswerCache | None
     profile: Profile | None
     cost: CostModel | None
-    template: Template
+    template: PromptTurns | None
     retry: Retry | None
     kept: Uri | None
 
@@ -102,7 +102,8 @@ class Planner:
         cache: the answer cache; None: none.
         profile: lengths of answers; every run adds its own.
         cost: the cost model.
-        template: chat template of the model.
+        template: texts around the messages of a chat, a `Template` or a model's own (`ChatTurns`);
+            None: those of the first worker's model, or ChatML where the worker does not know them.
         retry: policy of which failed calls are made again.
         kept: a folder or an fsspec URL in which keys and values of static prefixes outlive the
             engine (docs/keep.md); over HTTP a name. They are loaded before the first batch.
@@ -119,7 +120,7 @@ class Planner:
         cache: AnswerCache | None = None,
         profile: Profile | None = None,
         cost: CostModel | None = None,
-        template: Template = CHATML,
+        template: PromptTurns | None = None,
         retry: Retry | None = None,
         kept: Uri | None = None,
     ) -> None:
@@ -149,7 +150,7 @@ class Planner:
             num_workers=len(given),
             cost=cost or CostModel(),
             profile=profile or Profile(),
-            template=template,
+            turns=turns_of(self.workers[0], template),
         )
         self._readers = [SharedMessages(worker) for worker in self.workers]
 
@@ -171,8 +172,7 @@ class Planner:
     def identity(self) -> list[object]:
         """Models, semantics and chat template, on which answers depend besides their prompts."""
         models = [worker.identity for worker in self.workers]
-        template = [self.target.template.opening, self.target.template.closing]
-        return [models[0], self.target.semantics, template]
+        return [models[0], self.target.semantics, list(self.target.turns.to_json().values())]
 
     # -- running -------------------------------------------------------------------------------
 

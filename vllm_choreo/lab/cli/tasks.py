@@ -9,8 +9,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_choreo.cli.chat_turns import turns_of_model, turns_of_server
+from vllm_choreo.cli.chat_turns import turns_of_model
 from vllm_choreo.cli.engine import LocalEngine, RemoteEngine
+from vllm_choreo.client.chat_turns import turns_of_server
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.options import OPTIONS
 from vllm_choreo.lab.cli.recorded import recorded_tasks

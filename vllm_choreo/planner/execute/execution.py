@@ -241,9 +241,9 @@ class Execution:
 
     def _opening(self, prompt: Sequence[Symbol]) -> str:
         """Text of a prompt behind its last turn: before that, texts are tokenised apart."""
-        closing, texts = self.plan.target.template.closing, [self._told(prompt[-1])]
+        turns, texts = self.plan.target.turns, [self._told(prompt[-1])]
         for symbol in reversed(prompt[:-1]):
-            if isinstance(symbol, str) and symbol.endswith(closing):
+            if isinstance(symbol, str) and turns.ends_turn(symbol):
                 break
             texts.append(self._told(symbol))
         return "".join(reversed(texts))
@@ -254,7 +254,7 @@ class Execution:
             return symbol
         known = self.plan.known
         value = known[symbol] if symbol in known else self.progress.values[symbol]
-        return as_text(value, self.plan.target.template)
+        return as_text(value, self.plan.target.turns)
 
     def _at(self, symbol: int, worker: int) -> Answer | None:
         """Answer from which a value comes, if the worker can read it as a message."""

@@ -11,32 +11,35 @@ import asyncio
 
 from vllm_choreo.planner.logical.nodes import BoundGraph, Value
 from vllm_choreo.planner.logical.values import (
-    CHATML,
     Functions,
-    Template,
+    PromptTurns,
     chosen_case,
     evaluate,
     prompt_text,
 )
 from vllm_choreo.planner.workers.facade import AnyFacade, as_worker
-from vllm_choreo.planner.workers.worker import Worker
+from vllm_choreo.planner.workers.worker import Worker, turns_of
 
 
 def naive(
-    compiled: BoundGraph, facade: AnyFacade | Worker, *, template: Template = CHATML
+    compiled: BoundGraph, facade: AnyFacade | Worker, *, template: PromptTurns | None = None
 ) -> list[Value]:
     """Run a batch; return each query's value, or with several results a dict of them by name.
+
+    Args:
+        template: texts around the messages of a chat, see `Planner`.
 
     Raises:
         GraphError, ChoreoError: what an operator raises ends the run.
     """
-    return asyncio.run(_naive(compiled, as_worker(facade), template))
+    worker = as_worker(facade)
+    return asyncio.run(_naive(compiled, worker, turns_of(worker, template)))
 
 
-async def _naive(compiled: BoundGraph, worker: Worker, template: Template) -> list[Value]:
+async def _naive(compiled: BoundGraph, worker: Worker, turns: PromptTurns) -> list[Value]:
     results = []
     for query in range(compiled.batch_size):
-        run = _Query(compiled, worker, template)
+        run = _Query(compiled, worker, turns)
         outputs = compiled.graph.outputs
         values = {name: await run.value((n, query)) for name, n in outputs.items()}
         results.append(values if len(values) > 1 else next(iter(values.values())))
@@ -49,9 +52,9 @@ Place = tuple[int, int]  # number of an operator, and of a row of the batch
 class _Query:
     """One query: the values of operators in rows of the batch, each computed when asked for."""
 
-    def __init__(self, compiled: BoundGraph, worker: Worker, template: Template) -> None:
+    def __init__(self, compiled: BoundGraph, worker: Worker, turns: PromptTurns) -> None:
         self._compiled = compiled
-        self._worker, self._template = worker, template
+        self._worker, self._turns = worker, turns
         self._functions = Functions()
         self._values: dict[Place, Value] = {}
 
@@ -99,6 +102,6 @@ class _Query:
             return self._functions.call(node, inputs)
         if node.kind != "llm":
             return evaluate(node, inputs)
-        prompt = prompt_text(node, inputs, self._template)
+        prompt = prompt_text(node, inputs, self._turns)
         answer = await self._worker.decode(prompt, (), True, node.attrs["sampling"])
         return answer.text

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Protocol
 
 from vllm_choreo.chat.template import TurnTemplate
 from vllm_choreo.planner.errors import (
@@ -18,12 +19,30 @@ from vllm_choreo.planner.logical.nodes import Node, Value
 from vllm_choreo.planner.logical.op import is_type
 
 
+class PromptTurns(Protocol):
+    """Texts around the messages of a chat: a `Template`, or a model's own (`chat.ChatTurns`)."""
+
+    @property
+    def start(self) -> str: ...  # begins every conversation
+
+    def around(self, role: str) -> tuple[str, str]: ...
+
+    def assistant(self, opening: str = "") -> str: ...
+
+    def ends_turn(self, text: str) -> bool: ...
+
+    def to_json(self) -> dict[str, str]: ...
+
+
 @dataclass(frozen=True)
 class Template(TurnTemplate):
-    """Text around chat messages. Exact plans cut prompts behind a `closing`, and only there.
+    """Text around chat messages, alike for all roles.
 
-    So the text up to it has the same tokens apart as together with the `opening` that follows.
+    Exact plans cut prompts behind a `closing`, and only there. So the text up to it has the same
+    tokens apart as together with the `opening` that follows.
     """
+
+    start: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         """Check that messages end, and that their opening has no hole but `{role}`.
@@ -47,13 +66,29 @@ class Template(TurnTemplate):
                 value=self.opening,
             ) from None
 
+    def around(self, role: str) -> tuple[str, str]:
+        """Texts before and behind a message of a role."""
+        return self.begin(role), self.closing
+
+    def assistant(self, opening: str = "") -> str:
+        """The beginning of an answer, for the model to go on from."""
+        return self.begin("assistant") + opening
+
+    def ends_turn(self, text: str) -> bool:
+        """Tell if a text ends with what closes a message."""
+        return text.endswith(self.closing)
+
+    def to_json(self) -> dict[str, str]:
+        """The texts by their names, as plain data."""
+        return asdict(self)
+
 
 CHATML = Template()
 
 
-def prompt_pieces(node: Node, template: Template) -> list[str | int]:
+def prompt_pieces(node: Node, turns: PromptTurns) -> list[str | int]:
     """Pieces of an `llm` operator's prompt: text and numbers of inputs, the opening at the end."""
-    pieces: list[str | int] = []
+    pieces: list[str | int] = [turns.start] if turns.start else []
     opening = ""
     for role, parts in node.attrs["turns"]:
         if role == "text":  # without a chat
@@ -63,23 +98,24 @@ def prompt_pieces(node: Node, template: Template) -> list[str | int]:
         elif role == "messages":
             pieces += parts
         else:
-            pieces += [template.begin(role), *parts, template.closing]
-    return [*pieces, template.begin("assistant") + opening]
+            before, behind = turns.around(role)
+            pieces += [before, *parts, behind]
+    return [*pieces, turns.assistant(opening)]
 
 
-def prompt_text(node: Node, inputs: Sequence[Value], template: Template) -> str:
+def prompt_text(node: Node, inputs: Sequence[Value], turns: PromptTurns) -> str:
     """Prompt of an `llm` operator as text."""
-    pieces = prompt_pieces(node, template)
+    pieces = prompt_pieces(node, turns)
     return "".join(
-        piece if isinstance(piece, str) else as_text(inputs[piece], template) for piece in pieces
+        piece if isinstance(piece, str) else as_text(inputs[piece], turns) for piece in pieces
     )
 
 
-def as_text(value: Value, template: Template) -> str:
+def as_text(value: Value, turns: PromptTurns) -> str:
     """Text of a value in a prompt: a text itself, messages with their openings and closings."""
     if not isinstance(value, list):
         return str(value)
-    return "".join(template.turn(message["role"], message["content"]) for message in value)
+    return "".join(message["content"].join(turns.around(message["role"])) for message in value)
 
 
 def evaluate(node: Node, inputs: Sequence[Value]) -> Value:

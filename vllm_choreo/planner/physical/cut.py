@@ -19,10 +19,10 @@ def cut(plan: Plan) -> Plan:
     Choreographed plans cut inside turns, too, where texts that are tokenised apart may not have the
     tokens that they have together.
     """
-    closing, anywhere = plan.target.template.closing, plan.target.semantics == "choreo"
+    turns, anywhere = plan.target.turns, plan.target.semantics == "choreo"
 
     def ends_turn(symbol: Symbol) -> bool:
-        return isinstance(symbol, str) and symbol.endswith(closing)
+        return isinstance(symbol, str) and turns.ends_turn(symbol)
 
     ids: dict[tuple[int, Symbol], int] = {}
     counts: dict[int, int] = {}

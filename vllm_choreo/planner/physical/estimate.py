@@ -16,7 +16,7 @@ def estimate(plan: Plan) -> Plan:
     given: dict[int, list[float]] = {}
     for task, value in plan.known.items():
         if plan.node(task).type in ("text", "messages") and plan.node(task).kind in SOURCES:
-            text = as_text(value, plan.target.template)
+            text = as_text(value, plan.target.turns)
             given.setdefault(plan.tasks[task].node, []).append(plan.weigh(text))
     for number, found in given.items():
         sizes[number] = sum(found) / len(found)

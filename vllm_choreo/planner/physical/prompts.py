@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from vllm_choreo.planner.logical.nodes import Node
-from vllm_choreo.planner.logical.values import Template, as_text, prompt_pieces
+from vllm_choreo.planner.logical.values import PromptTurns, as_text, prompt_pieces
 from vllm_choreo.planner.physical.radix import Symbol, TemplatedRadixTree
 from vllm_choreo.planner.plan import Plan
 
@@ -23,7 +23,7 @@ def spell_operators(plan: Plan) -> Plan:
         return str(node.attrs["value"]) if is_text else number
 
     spell = _speller(
-        nodes.__getitem__, lambda number: nodes[number].inputs, symbol, plan.target.template
+        nodes.__getitem__, lambda number: nodes[number].inputs, symbol, plan.target.turns
     )
     operators = {
         number: spell(number) for number in sorted({plan.tasks[c].node for c in plan.asked})
@@ -73,9 +73,9 @@ def _spell_calls(plan: Plan, apart: Collection[int]) -> dict[int, list[Symbol]]:
 
     def symbol(task: int) -> Symbol:
         is_known = task in plan.known and task not in apart
-        return as_text(plan.known[task], plan.target.template) if is_known else task
+        return as_text(plan.known[task], plan.target.turns) if is_known else task
 
-    spell = _speller(plan.node, lambda task: plan.tasks[task].inputs, symbol, plan.target.template)
+    spell = _speller(plan.node, lambda task: plan.tasks[task].inputs, symbol, plan.target.turns)
     return {call: spell(call) for call in plan.asked}
 
 
@@ -83,7 +83,7 @@ def _speller(
     node_of: Callable[[int], Node],
     inputs_of: Callable[[int], Sequence[int]],
     symbol_of: Callable[[int], Symbol],
-    template: Template,
+    turns: PromptTurns,
 ) -> Callable[[int], list[Symbol]]:
     """Make the function that writes the prompt of an operator, or of a task, as symbols.
 
@@ -91,7 +91,7 @@ def _speller(
         node_of: operator by its number, or by that of its task.
         inputs_of: numbers of what it reads.
         symbol_of: symbol of a value that is not composed of others.
-        template: chat template of the model.
+        turns: texts around the messages of a chat.
     """
     composed: dict[int, list[Symbol]] = {}
 
@@ -110,22 +110,18 @@ def _speller(
         return composed[number]
 
     def spell(number: int) -> list[Symbol]:
-        pieces = prompt_pieces(node_of(number), template)
-        return _join_texts(spread(pieces, inputs_of(number)), template)
+        pieces = prompt_pieces(node_of(number), turns)
+        return _join_texts(spread(pieces, inputs_of(number)), turns)
 
     return spell
 
 
-def _join_texts(symbols: Sequence[Symbol], template: Template) -> list[Symbol]:
+def _join_texts(symbols: Sequence[Symbol], turns: PromptTurns) -> list[Symbol]:
     """Join neighbouring texts of one turn of a prompt."""
     found: list[Symbol] = []
     for symbol in symbols:
         last = found[-1] if found else 0
-        if (
-            isinstance(symbol, str)
-            and isinstance(last, str)
-            and not last.endswith(template.closing)
-        ):
+        if isinstance(symbol, str) and isinstance(last, str) and not turns.ends_turn(last):
             found[-1] = last + symbol
         elif symbol != "":
             found.append(symbol)

@@ -20,6 +20,7 @@ from vllm_choreo.api.parallel import results_of
 from vllm_choreo.api.protocol import AsyncFacade, Facade
 from vllm_choreo.errors import UnknownKeptError
 from vllm_choreo.planner.errors import GraphError
+from vllm_choreo.planner.logical.values import PromptTurns
 from vllm_choreo.planner.workers.worker import (
     DEFAULT_WIDTH,
     Answer,
@@ -63,6 +64,7 @@ class FacadeWorker:
         pin_seconds: seconds for which pinned messages stay.
         model: name of the model, on which answers depend; None: the facade's `model`, else that of
             the engine in process. If it is not known, answers cannot be cached.
+        turns: texts around a chat's turns; None: those of the facade's model, where it tells.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class FacadeWorker:
         repair: object = None,
         pin_seconds: float = 3600.0,
         model: str | None = None,
+        turns: PromptTurns | None = None,
     ) -> None:
         self.width = width
         self.reads_messages = facade.mode != "baseline"
         self.min_moved_tokens = MIN_MOVED_TOKENS if _is_in_process(facade) else float("inf")
         self._facade: Any = facade  # its methods are coroutines, or not
         self._model = model or getattr(facade, "model", None)
+        self._turns = turns
         self._repair = repair
         self._pin_seconds = pin_seconds
         self._is_async = inspect.iscoroutinefunction(facade.decode)
@@ -91,6 +95,11 @@ class FacadeWorker:
             return {"model": self._model, "repair": str(self._repair or "")}
         found: dict[str, str] | None = getattr(self._facade, "identity", None)
         return found and {**found, "repair": f"{self._repair or ''} {found['repair']}"}
+
+    @property
+    def turns(self) -> PromptTurns | None:
+        found: PromptTurns | None = getattr(self._facade, "turns", None)
+        return self._turns or found
 
     async def prefill(self, text: str, parents: Sequence[ReadMessage], exact: bool) -> Message:
         """Encode a message."""

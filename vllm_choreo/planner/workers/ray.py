@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
 from vllm_choreo.errors import EngineRestartedError, UnknownMessageError
+from vllm_choreo.planner.logical.values import PromptTurns
 from vllm_choreo.planner.workers.facade import AnyFacade, as_worker
 from vllm_choreo.planner.workers.worker import (
     DEFAULT_WIDTH,
@@ -51,12 +52,13 @@ class EngineActor:
         self._worker.width = width
         self._held: dict[str, HeldMessage] = {}
 
-    def about(self) -> tuple[bool, float, object, int]:
-        """Return `reads_messages`, `min_moved_tokens`, `identity` and the process id."""
+    def about(self) -> tuple[bool, float, object, PromptTurns | None, int]:
+        """Return `reads_messages`, `min_moved_tokens`, `identity`, `turns` and the process id."""
         import os
 
         worker = self._worker
-        return worker.reads_messages, worker.min_moved_tokens, worker.identity, os.getpid()
+        about = worker.reads_messages, worker.min_moved_tokens, worker.identity
+        return *about, getattr(worker, "turns", None), os.getpid()
 
     async def prefill(self, text: str, parents: Sequence[ReadMessage], exact: bool) -> ActorMessage:
         """Encode a message, and hold it."""
@@ -129,11 +131,15 @@ class RayWorker:
         self.width = width
         self._actor = actor
         about = ray.get(actor.about.remote())
-        self.reads_messages, self.min_moved_tokens, self._identity, self.pid = about
+        self.reads_messages, self.min_moved_tokens, self._identity, self._turns, self.pid = about
 
     @property
     def identity(self) -> object:
         return self._identity
+
+    @property
+    def turns(self) -> PromptTurns | None:
+        return self._turns
 
     async def prefill(self, text: str, parents: Sequence[ReadMessage], exact: bool) -> ActorMessage:
         """Encode a message."""

@@ -7,10 +7,15 @@ async with server_workers(["http://one:8000", "http://two:8000"], api_key="secre
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from vllm_choreo.client.chat_turns import turns_of_server
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.planner.logical.values import PromptTurns
 from vllm_choreo.planner.workers.facade import FacadeWorker
 from vllm_choreo.planner.workers.worker import DEFAULT_WIDTH
 
@@ -40,4 +45,12 @@ async def server_workers(
             await stack.enter_async_context(AsyncChoreoClient(url, api_key=api_key, **options))
             for url in urls
         ]
-        yield [FacadeWorker(client, width=width, model=model) for client in clients]
+        turns = await asyncio.to_thread(_turns, urls[0], api_key) if urls else None
+        yield [FacadeWorker(client, width=width, model=model, turns=turns) for client in clients]
+
+
+def _turns(url: str, api_key: str | None) -> PromptTurns | None:
+    """Texts around the turns of a server's model; None: it has no template that writes turns."""
+    with contextlib.suppress(ChoreoError):
+        return turns_of_server(url, api_key)
+    return None

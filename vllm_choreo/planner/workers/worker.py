@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from vllm_choreo.chat.turns import ChatTurns
+from vllm_choreo.planner.logical.values import CHATML, PromptTurns
+
 DEFAULT_WIDTH = 16  # calls of one worker at a time: vLLM's default batch on a CPU is larger
 
 
@@ -68,6 +71,7 @@ class Worker(Protocol):
         min_moved_tokens: answers of fewer tokens are not worth moving from or to it as keys and
             values; infinite where they cannot be moved.
         identity: model on which answers depend besides the call, for JSON; None: it is not known.
+        turns: texts around a chat's turns, as the model's template writes them; None: not known.
     """
 
     width: int
@@ -76,6 +80,9 @@ class Worker(Protocol):
 
     @property
     def identity(self) -> object: ...
+
+    @property
+    def turns(self) -> PromptTurns | None: ...
 
     async def prefill(
         self, text: str, parents: Sequence[ReadMessage], exact: bool
@@ -99,3 +106,9 @@ class Worker(Protocol):
     async def save(self, messages: Sequence[HeldMessage], uri: Uri) -> None: ...
 
     async def load(self, uri: Uri) -> list[tuple[tuple[str, ...], HeldMessage]]: ...
+
+
+def turns_of(worker: Worker, given: PromptTurns | None) -> PromptTurns:
+    """Return the given texts around a chat's turns, else those of a worker's model, else ChatML."""
+    found = given or getattr(worker, "turns", None) or CHATML
+    return CHATML if found == ChatTurns() else found  # which has turns of tools, too
