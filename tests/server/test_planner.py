@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.planner.graphs import planner_without
+from vllm_choreo.chat.turns import ChatTurns
 from vllm_choreo.planner import Msg, ainvoke, build, ops
 from vllm_choreo.planner.logical.graph import CompiledGraph
 from vllm_choreo.planner.workers.server import server_workers
@@ -44,6 +45,14 @@ async def run_as_text(server: Server) -> Any:
 def _workers(server: Server, count: int, mode: str = "choreo") -> Any:
     urls = [server.base_url] * count
     return server_workers(urls, api_key=server.keys[0], mode=mode, timeout=60.0)
+
+
+def test_workers_know_what_the_template_of_their_model_writes(server: Server) -> None:
+    async def turns() -> list[object]:
+        async with _workers(server, 2) as workers:
+            return [worker.turns for worker in workers]
+
+    assert asyncio.run(turns()) == [ChatTurns()] * 2
 
 
 def test_exact_plans_on_servers(server: Server) -> None:
