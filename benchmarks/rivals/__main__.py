@@ -15,8 +15,9 @@ running ones: --stock URL, --ours URL (or one of them), with one --api-key for e
 --tokenizer, by which texts are made of the lengths that are asked for, and the name of a served
 adapter. Lengths are for a CPU; the originals are 5,000 tokens a document (permuted), 100 documents
 of 3,000 (multidoc), 512 of prefix and answer (agents). ragqa reads MuSiQue or HotpotQA from a file
-of yours (`questions.py` says where there are some), over all passages of each question or the
-first that hold those with the answer; ended in the middle, it goes on from --answers.
+of yours (`questions.py` says where there are some), over all passages of each question, or over
+fewer: those that the answer rests on, and the first others. Ended in the middle, it goes on from
+--answers.
 With --add it asks so many questions more than the results have of that file, and adds the answers.
 """
 

@@ -95,8 +95,9 @@ def _question(item: Mapping[str, Any], path: Path) -> Question:
 def _supporting(item: Mapping[str, Any]) -> frozenset[int]:
     """Numbers of the passages that an answer rests on; none where the form does not tell."""
     if "question_decomposition" in item:  # MuSiQue
-        wanted = {part["paragraph_support_idx"] for part in item["question_decomposition"]}
-        return frozenset(at for at, p in enumerate(item["paragraphs"]) if p["idx"] in wanted)
+        wanted = {part.get("paragraph_support_idx") for part in item["question_decomposition"]}
+        paragraphs = item.get("paragraphs", ())
+        return frozenset(at for at, p in enumerate(paragraphs) if p.get("idx", at) in wanted)
     facts, context = item.get("supporting_facts"), item.get("context")  # HotpotQA
     if not facts or not context:
         return frozenset()

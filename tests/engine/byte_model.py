@@ -10,6 +10,7 @@ from pathlib import Path
 import tokenizers
 import transformers
 
+from tests.chat.chat_templates import Family
 from vllm_choreo.testing.models.tiny import VOCAB_SIZE, make_tiny_model
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -33,4 +34,13 @@ def make_byte_model(
     fast.save_pretrained(path)
     generation = {"eos_token_id": [vocabulary[token] for token in ends]}
     (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def make_family_model(folder: Path, family: Family) -> Path:
+    """The folder of the model, with the tokens and the chat template of a family."""
+    path = make_byte_model(folder, family.tokens, [family.end])
+    (path / "chat_template.jinja").write_text(family.template)
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": family.bos}))
     return path

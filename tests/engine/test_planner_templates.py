@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.chat.chat_templates import FAMILIES
-from tests.engine.byte_model import make_byte_model
+from tests.engine.byte_model import make_family_model
 from vllm_choreo import Choreography
 from vllm_choreo.planner import FacadeWorker, Msg, build, invoke, naive, ops
 from vllm_choreo.planner.logical.graph import Graph
@@ -22,11 +21,7 @@ SAMPLING = {"temperature": 0, "max_tokens": 6}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_byte_model(tmp_path_factory.mktemp("mistral"), FAMILY.tokens, [FAMILY.end])
-    (path / "chat_template.jinja").write_text(FAMILY.template)
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": FAMILY.bos}))
-    return path
+    return make_family_model(tmp_path_factory.mktemp("mistral"), FAMILY)
 
 
 @pytest.fixture
@@ -68,6 +63,6 @@ def test_plans_on_the_engine(llm: Any, semantics: str) -> None:
         expected = naive(compiled, c)
     with Choreography(llm) as c:
         found = list(invoke(compiled, c, semantics=semantics))
-    assert len(found) == 3
+    assert len(found) == 3 and found[0] == found[2]
     if semantics == "exact":
         assert found == expected

@@ -114,7 +114,11 @@ class AsyncChoreography(AsyncCallMethods):
 
     @property
     def turns(self) -> ChatTurns | None:
-        """Texts around a chat's turns, as the model's template writes them; None: it has none."""
+        """Texts around a chat's turns, as the model's template writes them; None: it has none.
+
+        Raises:
+            ChoreoError: the template does not write questions and answers in turns.
+        """
         return self._session.turns
 
     def tokenize(self, text: str) -> tuple[int, ...]:

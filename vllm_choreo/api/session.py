@@ -291,7 +291,11 @@ class Session:
 
     @functools.cached_property
     def turns(self) -> ChatTurns | None:
-        """Texts around a chat's turns, as the model's template writes them; None: it has none."""
+        """Texts around a chat's turns, as the model's template writes them; None: it has none.
+
+        Raises:
+            ChoreoError: the template does not write questions and answers in turns.
+        """
         if not getattr(self._tokenizer, "chat_template", None):
             return None
         return turns_of_tokenizer(cast(TemplatedTokenizer, self._tokenizer))

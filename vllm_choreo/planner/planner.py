@@ -110,6 +110,7 @@ class Planner:
 
     Raises:
         GraphError: no such semantics, no worker, or a cache though the model is not known.
+        ChoreoError: no template is given, and the model's own does not write turns alike.
     """
 
     def __init__(

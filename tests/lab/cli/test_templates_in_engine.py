@@ -16,7 +16,7 @@ import pytest
 
 from tests.chat.chat_templates import FAMILIES
 from tests.engine.adapters import Adapter
-from tests.engine.byte_model import make_byte_model
+from tests.engine.byte_model import make_family_model
 from vllm_choreo.cli import main as cli
 from vllm_choreo.lab.cli import record
 from vllm_choreo.lab.record.recording import Recording
@@ -35,11 +35,7 @@ _ASKS = "<|start_header_id|>assistant<|end_header_id|>\n\n"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_byte_model(tmp_path_factory.mktemp("llama3"), FAMILY.tokens, [FAMILY.end])
-    (path / "chat_template.jinja").write_text(FAMILY.template)
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": FAMILY.bos}))
-    return path
+    return make_family_model(tmp_path_factory.mktemp("llama3"), FAMILY)
 
 
 @pytest.fixture(scope="module")

@@ -98,8 +98,10 @@ class FacadeWorker:
 
     @property
     def turns(self) -> PromptTurns | None:
+        if self._turns is not None:
+            return self._turns
         found: PromptTurns | None = getattr(self._facade, "turns", None)
-        return self._turns or found
+        return found
 
     async def prefill(self, text: str, parents: Sequence[ReadMessage], exact: bool) -> Message:
         """Encode a message."""
