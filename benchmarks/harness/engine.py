@@ -32,9 +32,9 @@ def start_engine(
         block_size: of the KV cache, in tokens; None leaves the choice to vLLM (or the plugin).
         options: of `vllm.LLM`, on top of or instead of the ones below.
     """
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
-    model = model or str(embedded_model())
+    model = model_folder(model)
     from vllm import LLM
 
     defaults: dict[str, Any] = {
@@ -53,10 +53,10 @@ def start_engine(
 
 def model_name(model: str | None) -> str:
     """The name under which results of a model stand; None: the embedded one."""
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
     from vllm_choreo.trained_adapter import ModelIdentity
 
-    return ModelIdentity.of(model or embedded_model()).name
+    return ModelIdentity.of(model_folder(model)).name
 
 
 def picture_name(name: str, model: str | None) -> str:

@@ -200,9 +200,9 @@ def _layout(
 
 
 def _model(args: argparse.Namespace) -> Path:
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
-    return Path(args.model) if args.model else embedded_model()
+    return Path(model_folder(args.model))
 
 
 @contextmanager

@@ -23,9 +23,9 @@ def turns_of_model(model: str | None, template: Path | None = None) -> ChatTurns
         return ChatTurns()
     from transformers import AutoTokenizer
 
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
-    folder = model or str(embedded_model())
+    folder = model_folder(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:

@@ -83,9 +83,9 @@ def main(args: argparse.Namespace) -> int:
     Returns:
         The exit status: 0 if all answers agree, 1 if one does not or the engine refuses the model.
     """
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
-    model = args.model or str(embedded_model())
+    model = model_folder(args.model)
     print(f"Starting vLLM with {model} …", flush=True)
     try:
         llm = start_engine(model)

@@ -161,9 +161,9 @@ def start_engine(
         AdapterError: one of the folders is no adapter.
         ChoreoError: vLLM does not start with this model.
     """
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
-    folder = model or str(embedded_model())
+    folder = model_folder(model)
     print("Starting vLLM …", flush=True)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")

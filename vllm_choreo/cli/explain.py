@@ -59,10 +59,10 @@ def main(args: argparse.Namespace) -> int:
     """Print what would be reused."""
     from transformers import AutoTokenizer
 
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
     recorded = _read(args.chat)
-    model = args.model or str(embedded_model())
+    model = model_folder(args.model)
     forecaster = forecaster_of(
         AutoTokenizer.from_pretrained(model), model, args.min_tokens, args.cut, args.block_size
     )

@@ -77,9 +77,9 @@ def read_stats(path: Path) -> dict[str, Any]:
 def _run_example(model: str | None) -> dict[str, Any]:
     """Run an example: a document, two readers at different places, an answer that reads one."""
     from vllm_choreo.cli.doctor import start_engine
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
-    folder = model or str(embedded_model())
+    folder = model_folder(model)
     print(f"Starting vLLM with {folder} …\n", flush=True)
     llm = start_engine(folder)
     from vllm import SamplingParams

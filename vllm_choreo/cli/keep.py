@@ -66,9 +66,9 @@ def main(args: argparse.Namespace) -> int:
     texts = [(path, _text(path)) for path in args.files] if args.action == "save" else []
     from vllm_choreo import Choreography
     from vllm_choreo.cli.doctor import start_engine
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
-    folder = args.model or str(embedded_model())
+    folder = model_folder(args.model)
     print(f"Starting vLLM with {folder} …", flush=True)
     llm = start_engine(folder)
     try:

@@ -115,9 +115,9 @@ def _split(documents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def _tokenizer(model: str | None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
-    return AutoTokenizer.from_pretrained(model or str(embedded_model()))
+    return AutoTokenizer.from_pretrained(model_folder(model))
 
 
 def _check(args: argparse.Namespace, documents: Sequence[Any]) -> int:

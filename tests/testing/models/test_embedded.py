@@ -27,7 +27,7 @@ from vllm_choreo.cli import main as cli
 from vllm_choreo.testing.models import convert as gguf_convert
 from vllm_choreo.testing.models import embedded, fetch
 from vllm_choreo.testing.models.architectures import unpermute
-from vllm_choreo.testing.models.embedded import embedded_model
+from vllm_choreo.testing.models.embedded import embedded_model, model_folder
 from vllm_choreo.testing.models.fetch import EmbeddedModelError
 from vllm_choreo.testing.models.gguf_fields import ConversionError
 from vllm_choreo.testing.models.sources import DEFAULT, SOURCES
@@ -194,6 +194,30 @@ def test_runs_at_the_same_time_convert_once(
 def test_the_cache_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert embedded.default_path() == tmp_path / "vllm-choreo" / "smollm2-135m-instruct"
+
+
+def test_a_fetched_model_is_found_by_its_name(
+    small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "qwen2.5-coder-0.5b"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(SOURCES, name, replace(SOURCES[DEFAULT], name=name))
+    with pytest.raises(EmbeddedModelError, match=f"run `vllm-choreo model --name {name}` first"):
+        model_folder(name)
+    assert not (tmp_path / "vllm-choreo").exists(), "it is fetched only when that is asked for"
+    folder = embedded_model(progress=False, name=name)
+    assert model_folder(name) == str(folder) == str(tmp_path / "vllm-choreo" / name)
+
+
+def test_other_names_and_folders_are_left_to_vllm(
+    small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen2.5-coder-0.5b").mkdir()
+    for given in ("meta-llama/Llama-3.1-8B", str(tmp_path), "qwen2.5-coder-0.5b"):
+        assert model_folder(given) == given
+    assert model_folder(None) == model_folder(DEFAULT) == str(embedded_model(progress=False))
 
 
 # ---- errors ----

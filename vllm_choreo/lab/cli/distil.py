@@ -35,10 +35,10 @@ def main(args: argparse.Namespace) -> int:
     """
     from transformers import AutoTokenizer
 
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
     recording = Recording.load(args.recorded)
-    model = args.model or str(embedded_model())
+    model = model_folder(args.model)
     if not recording.base.same_as(ModelIdentity.of(model)):
         raise ChoreoError(
             f"the runs are those of {recording.base.name}: name that model",

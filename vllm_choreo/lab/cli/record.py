@@ -74,10 +74,10 @@ def main(args: argparse.Namespace) -> int:
         ChoreoError: the arguments do not make sense, the folder holds other runs, the engine does
             not start, or no run succeeds.
     """
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
     tasks = tasks_of(args)
-    model = args.model or str(embedded_model())
+    model = model_folder(args.model)
     recorder = Recorder(args.out, ModelIdentity.of(model), args.mode, args.shares, _settings(args))
     places = [(recorder.place(_problems(task)), task) for task in tasks]
     left = [(path, task) for path, task in places if not path.exists()]

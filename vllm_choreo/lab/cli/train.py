@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
     from vllm_choreo.lab.record.recording import Recording
     from vllm_choreo.lab.report.curves import draw_curves
     from vllm_choreo.lab.train.loop import train
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
     device, dtype = _device_and_dtype(args)
     given = {setting.name: getattr(args, setting.name) for setting in fields(TrainSettings)}
@@ -85,9 +85,7 @@ def main(args: argparse.Namespace) -> int:
     settings = TrainSettings(**{name: v for name, v in given.items() if v is not None})
     recording = Recording.load(args.recorded)
     with _Bar() as bar:
-        adapter = train(
-            args.model or str(embedded_model()), recording, settings, args.out, bar.show
-        )
+        adapter = train(model_folder(args.model), recording, settings, args.out, bar.show)
     draw_curves(adapter.curves, f"{settings.loss}, nats per token", args.out / PICTURE)
     print(_summary(adapter, args.out))
     if bar.state and bar.state.seconds:

@@ -80,6 +80,26 @@ def embedded_model(path: Path | None = None, progress: bool = True, name: str = 
     return _made(source, target, find, progress)
 
 
+def model_folder(model: str | None) -> str:
+    """Folder or name, for vLLM, of the model that a user names.
+
+    Args:
+        model: folder; name of a model that `vllm-choreo model --name` has fetched; any other name,
+            which is returned as it is; None: the small test model, which is made if need be.
+
+    Raises:
+        EmbeddedModelError: a model of that name was not fetched, or see `embedded_model`.
+    """
+    if model is None or model == DEFAULT:
+        return str(embedded_model())
+    if model not in SOURCES or Path(model).exists():
+        return model
+    if not default_path(model).exists():
+        fetch = f"vllm-choreo model --name {model}"
+        raise EmbeddedModelError(f"The model {model} is not on this machine: run `{fetch}` first.")
+    return str(embedded_model(name=model))
+
+
 def gguf_model(file: Path, path: Path, progress: bool = True) -> Path:
     """Return the folder of a model that a GGUF file holds, and make it first if it is not there.
 

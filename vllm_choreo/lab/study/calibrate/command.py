@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
             not start.
     """
     from vllm_choreo.lab.study.calibrate.calibrating import calibrate
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
     target = MeasureTarget.given(args.target, TARGETS)
     rules = DEFAULT_RULES if args.repair is None else args.repair
@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
         check_budget(budget)
     halves = halved(_tasks(args), "runs", "2 runs or more", "transcripts")
     make_folder(args.out)
-    model = args.model or str(embedded_model())
+    model = model_folder(args.model)
     llm = start_engine(model, args.max_model_len or DEFAULT_MAX_MODEL_LEN, True, **memory)
     warm_up(LocalEngine(llm), ("baseline", "choreo"))
     learnt, kept_back = (_run(llm, tasks, args.workflow) for tasks in halves)

@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     from vllm_choreo.lab.study.profile_pair.cell_arms import AdapterPair, Pair
     from vllm_choreo.lab.study.profile_pair.models import ModelPair
     from vllm_choreo.lab.study.profile_pair.results import measure, write_profile
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
     target, tried = MeasureTarget.given(args.target, TARGETS), _tried(args)
     if args.writer == args.reader:
@@ -114,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
             written = _written(args.writer, max_model_len, [learnt, *others], Path(folder))
             pair, model = ModelPair(args.writer, args.reader, written), args.reader
         else:
-            model = args.model or str(embedded_model())
+            model = model_folder(args.model)
             pair = AdapterPair(writer, reader, model)
         adapters = [folder for folder in (writer, reader) if folder is not None]
         llm = start_engine(model, max_model_len, True, adapters, **memory_for([{"layers": [0, 1]}]))

@@ -119,9 +119,9 @@ def _tasks(args: argparse.Namespace, table: PaperTable) -> Sequence[Task]:
 def _settings(args: argparse.Namespace, table: PaperTable) -> dict[str, Any]:
     """All that runs depend on besides task and arm; more problems and arms may be added later."""
     from vllm_choreo.lab.study.tables.log import file_digest
-    from vllm_choreo.testing.models.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import model_folder
 
-    model = ModelIdentity.of(args.model or str(embedded_model()))
+    model = ModelIdentity.of(model_folder(args.model))
     files = {"data": args.data, "chat_template": args.chat_template}
     sampling = {name: getattr(args, name) for name in sorted(vars(args).keys() - _NO_SETTINGS)}
     return {
