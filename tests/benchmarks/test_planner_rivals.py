@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from benchmarks.planner.rivals.__main__ import engine_options
 from benchmarks.planner.rivals.state_graph import langgraph
 from benchmarks.planner.rivals.text import WIDTH, Text
 from benchmarks.planner.rivals.ways import (
@@ -58,6 +59,14 @@ def test_half_of_what_analysts_read_is_the_same_the_day_before() -> None:
     same = [name for name, texts in one.batch.inputs.items() if texts == one.before.inputs[name]]
     names = {one.batch.graph.nodes[number].name for number in same}
     assert names == {"ticker", "social", "fundamentals"}
+
+
+@pytest.mark.parametrize("pool", [1024, 4096, 1 << 20])
+def test_the_longest_request_fits_a_small_pool(pool: int) -> None:
+    options = engine_options(one_process=True, pool=pool)
+    free = options["num_gpu_blocks_override"] - 1  # vLLM keeps a block for itself
+    assert options["max_model_len"] <= free * options["block_size"] < pool
+    assert engine_options(one_process=False, pool=None)["max_model_len"] == 4096
 
 
 def test_shared_prefixes() -> None:

@@ -118,15 +118,22 @@ async def _engines(
 
     from vllm_choreo.testing.models.embedded import embedded_model
 
-    model, options = embedded_model(), {**_ENGINE, **(_ONE_PROCESS if one_process else {})}
-    if pool is not None:
-        options["num_gpu_blocks_override"] = pool // BLOCK_SIZE
-        options["max_model_len"] = min(options["max_model_len"], pool)
+    model, options = embedded_model(), engine_options(one_process, pool)
     with ExitStack() as stack:
         server = stack.enter_context(stock_server(model, **options)) if SERVED in ways else None
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **options))
         stack.callback(llm.shutdown)
         yield Engines(llm, server, pool)
+
+
+def engine_options(one_process: bool, pool: int | None) -> dict[str, Any]:
+    """Options of `vllm.AsyncEngineArgs`; `pool` is the tokens of its KV cache, None: enough."""
+    options = {**_ENGINE, **(_ONE_PROCESS if one_process else {})}
+    if pool is not None:
+        options["num_gpu_blocks_override"] = pool // BLOCK_SIZE
+        room = pool - BLOCK_SIZE  # vLLM keeps a block for itself
+        options["max_model_len"] = min(options["max_model_len"], room)
+    return options
 
 
 def asked_for(args: argparse.Namespace) -> dict[str, Workload]:
