@@ -16,7 +16,6 @@ import argparse
 import os
 import random
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.cli.commands import Main
+from vllm_choreo.cli.engine import set_up_process
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.reference import Made, Reference, num_unlike_greedy
 
@@ -123,16 +123,9 @@ def start_engine(model: str, **options: object) -> LLM:
     Raises:
         ValueError: vLLM or choreography refuses the model; says why.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # HuggingFace runs in the same process later: bound threads would wait for one another.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    import vllm_choreo
-
-    vllm_choreo.register()
+    set_up_process(kv_cache_gib=1)
     from transformers import AutoConfig
     from vllm import LLM
 

@@ -141,6 +141,22 @@ def _runs_some_layers(rule: object) -> bool:
     return is_folder or runs_some_layers(rule)
 
 
+def set_up_process(kv_cache_gib: int) -> None:
+    """Set up this process for an engine that runs in it, quietly, with the plugin.
+
+    Args:
+        kv_cache_gib: memory of the KV cache on a CPU, in GiB, unless the user's environment has it.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    import vllm_choreo
+
+    vllm_choreo.register()
+
+
 def start_engine(
     model: str | None,
     max_model_len: int,
@@ -165,14 +181,7 @@ def start_engine(
 
     folder = model_folder(model)
     print("Starting vLLM …", flush=True)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    import vllm_choreo
-
-    vllm_choreo.register()
+    set_up_process(kv_cache_gib=2)
     from vllm import LLM
 
     from vllm_choreo.engine.lora import engine_options
