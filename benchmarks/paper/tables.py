@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables: who cooperates, who predicts it, and which of two questions is answered."""
+"""The tables: who cooperates, who predicts it, what is answered, and whose story is better."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.harness.tables import Cell, Row, Rows, Table, Values, mean, only
+from benchmarks.harness.tables import Cell, Row, Rows, Table, Values, mean, of, only
 from vllm_choreo.lab.workflows.prisoners_dilemma import LEAKS
 
 # The CSV files, and what plays or answers as text.
-DILEMMA, QUESTIONS, TEXT = "paper_dilemma", "paper_questions", "text"
+DILEMMA, QUESTIONS, STORIES = "paper_dilemma", "paper_questions", "paper_stories"
+TEXT = "text"
 
 Holds = Callable[[Row], bool]
 
@@ -86,6 +87,19 @@ TABLES = {
             "first, %": percent(share(lambda row: bool(int(row["first"])))),
             "second, %": percent(share(lambda row: bool(int(row["second"])))),
             "both, %": percent(share(lambda row: bool(int(row["first"]) and int(row["second"])))),
+        },
+    ),
+    STORIES: Table(
+        STORIES,
+        {"judge": "judge"},
+        {
+            "pairs": len,
+            "words as text, %": mean(of("coverage_baseline", 100), ".1f"),
+            "words choreographed, %": mean(of("coverage_choreo", 100), ".1f"),
+            "text wins, %": percent(share(lambda row: row["winner"] == "baseline")),
+            "choreographed wins, %": percent(share(lambda row: row["winner"] == "choreo")),
+            "tie, %": percent(share(lambda row: row["winner"] == "tie")),
+            "same place twice, %": percent(share(lambda row: row["is_torn"] == "1")),
         },
     ),
 }

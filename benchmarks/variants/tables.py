@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from benchmarks.harness.stats import median, percentile
 from benchmarks.harness.tables import Cell, Rows, Table, Values, interval, middle, of, spread
 from benchmarks.variants.load import ANSWER_TOKENS, OWN
 
-LOADING = "variants_loading"
+INPUTS, LOADING = "variants_inputs", "variants_loading"
 
 
 def rates_met(rows: Rows) -> list[float]:
@@ -90,7 +90,30 @@ def _text_over_both(rows: Rows) -> list[float]:
     return [text / (load + layers) for text, load, layers in times]
 
 
+def _closed(rows: Rows) -> Sequence[float]:
+    """Percent of the distance to the reader's own encoding, of inputs that have one."""
+    return of("closed", 100)([row for row in rows if row["closed"] != ""])
+
+
+def _rank(share: float) -> Cell:
+    """The input below which a share of them lies."""
+    return lambda rows: f"{percentile(_closed(rows), share):.0f}"
+
+
 TABLES = {
+    INPUTS: Table(
+        INPUTS,
+        {"pair": "pair", "inputs of": "set", "layers": "layers"},
+        {
+            "anew": lambda rows: rows[0]["anew"],
+            "inputs": lambda rows: len(_closed(rows)),
+            "worst, %": _rank(0),
+            "first quartile": _rank(0.25),
+            "median": _rank(0.5),
+            "third quartile": _rank(0.75),
+            "best, %": _rank(1),
+        },
+    ),
     LOADING: Table(
         LOADING,
         {"tokens": "tokens"},

@@ -9,9 +9,12 @@ from typing import Any
 
 from benchmarks.paper.dilemma import played
 from benchmarks.paper.questions import WAYS, answered
+from benchmarks.paper.stories import stories_of
 from benchmarks.paper.tables import TABLES, TEXT, shift
 from tests.lab.notes import Notes
+from vllm_choreo.lab.cli.task import Task
 from vllm_choreo.lab.problems import Problem
+from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge
 from vllm_choreo.lab.workflows.prisoners_dilemma import LEAKS
 
 
@@ -79,3 +82,21 @@ def test_questions_are_judged_apart() -> None:
     assert line.startswith(
         "| own | serial | 2 | 0.0 [0.0, 0.0] | 100.0 [100.0, 100.0] | 0.0 [0.0, 0.0]"
     )
+
+
+def _story(words: tuple[str, ...], story: str) -> Task:
+    run = branch_solve_merge(Notes("a, b\nc, d", "one", "two", story), list(words))
+    return Task("1", "made", {}, (Problem("1", "", words, "concepts"),), run)
+
+
+def test_stories_have_a_winner_and_some_of_their_words() -> None:
+    words = ("dog", "ball", "park", "tree")
+    pair = (_story(words, "A dog in a park."), _story(words, "A dog, a ball, a park, a tree."))
+    for winner, name in ((1, "choreo"), (2, "baseline"), (0, "tie")):
+        judged = {"pairs": [{"id": "1", "winner": winner, "is_torn": winner == 0}]}
+        (row,) = stories_of(("choreo", "baseline"), [pair], judged)
+        assert (row["coverage_choreo"], row["coverage_baseline"]) == (0.5, 1.0)
+        assert (row["winner"], row["is_torn"]) == (name, int(winner == 0))
+    written = {key: str(value) for key, value in row.items()} | {"judge": "j"}
+    (_, _, line) = TABLES["paper_stories"].markdown([written]).splitlines()
+    assert line == "| j | 1 | 100.0 | 50.0 | 0.0 | 0.0 | 100.0 | 100.0 |"

@@ -22,6 +22,8 @@ from vllm_choreo.lab.cli.run import make_folder
 from vllm_choreo.lab.cli.task import Task
 from vllm_choreo.lab.workflows.direct import question_of
 
+RESULT = "judged.json"
+
 _SECONDS = 600.0
 
 
@@ -65,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
             {"id": first.id, "winner": found.winner, "is_torn": found.is_torn, **asdict(found)}
         )
     result = {"runs": names, "judge": args.judge_model, "pairs": rows, **win_rates(rows)}
-    write_text(args.out / "judged.json", json.dumps(result, ensure_ascii=False, indent=1) + "\n")
+    write_text(args.out / RESULT, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
     print(_table(names, result))
     return 0
 

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of two runs' stories a judge prefers, and which hold the words they were asked for.
+
+    vllm-choreo run branch_solve_merge --mode both --out RUNS …
+    vllm-choreo judge RUNS --judge URL --judge-model NAME --out JUDGED
+    python -m benchmarks.paper.stories RUNS JUDGED
+
+A row for each pair of stories. Rows of other judges stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.record import record, rows_of_others, write_csv
+from benchmarks.harness.tables import as_text
+from benchmarks.paper.tables import STORIES, TABLES
+from vllm_choreo.lab.cli.task import Task
+from vllm_choreo.lab.study.judge.command import RESULT, pairs_of
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=Path, help="folder of `vllm-choreo run --mode both`")
+    parser.add_argument("judged", type=Path, help="folder of `vllm-choreo judge`")
+    args = parser.parse_args()
+    judged = json.loads((args.judged / RESULT).read_text())
+    names, pairs = pairs_of([args.runs])
+    where = {**record(), "judge": judged["judge"]}
+    rows = [{**row, **where} for row in stories_of(names, pairs, judged)]
+    write_csv(STORIES, [*rows_of_others(STORIES, judge=judged["judge"]), *rows])
+    print(as_text([TABLES[STORIES]]))
+    return 0
+
+
+def stories_of(
+    names: tuple[str, str], pairs: Sequence[tuple[Task, Task]], judged: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Rows of pairs of stories: coverage of their words, from 0 to 1, and who has won.
+
+    Args:
+        names: of the runs, in the order of each pair; the table's are "choreo" and "baseline".
+        judged: the content of `judged.json`.
+    """
+    verdicts = {row["id"]: row for row in judged["pairs"]}
+    for pair in pairs:
+        verdict = verdicts[pair[0].id]
+        row = {"id": pair[0].id, "is_torn": int(verdict["is_torn"])}
+        winner = {1: names[0], 2: names[1]}.get(verdict["winner"], "tie")
+        for name, task in zip(names, pair, strict=True):
+            assert task.recorded is not None
+            row[f"coverage_{name}"] = task.coverage(task.recorded.answers)
+        yield {**row, "winner": winner}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
