@@ -63,6 +63,38 @@ def test_what_is_saved_is_loaded(folder: Path) -> None:
     assert json.loads((folder / FILE_NAME).read_text())["format"] == 1
 
 
+_VOCABULARY: dict[str, Any] = {
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}},
+    "added_tokens": [{"id": 2, "content": "<end>"}],
+}
+
+
+def test_a_tokenizer_that_training_has_written_anew_is_the_same(tmp_path: Path) -> None:
+    def identity(tokenizer: Any) -> ModelIdentity:
+        write_model(tmp_path / "model", {"w": b"1"}, json.dumps(tokenizer))
+        return ModelIdentity.of(tmp_path / "model")
+
+    before = identity(_VOCABULARY)
+    again = identity({"post_processor": None, **_VOCABULARY})
+    assert again.tokenizer != before.tokenizer and again.same_as(before)
+    other = {**_VOCABULARY["model"], "vocab": {"b": 0, "a": 1}}
+    for changed in ({"model": other}, {"added_tokens": []}, {"model": {}}, {"model": 3}):
+        assert not identity({**_VOCABULARY, **changed}).same_as(before)
+    # In models that score tokens the order is their numbers.
+    scored = [{"model": {"vocab": [[name, -1.0] for name in order]}} for order in ("ab", "ba")]
+    assert not identity(scored[0]).same_as(identity(scored[1]))
+    # As folders of before have it.
+    assert replace(before, vocabulary="").same_as(before)
+    assert not replace(before, vocabulary="").same_as(again)
+
+
+def test_a_folder_of_before_names_no_vocabulary(folder: Path) -> None:
+    data = json.loads((folder / FILE_NAME).read_text())
+    del data["base"]["vocabulary"]
+    (folder / FILE_NAME).write_text(json.dumps(data))
+    assert TrainedAdapter.load(folder) == ADAPTER
+
+
 def test_each_kind_of_call_is_encoded_by_whom_the_placement_says() -> None:
     used = {name: (uses_adapter(name, False), uses_adapter(name, True)) for name in PLACEMENTS}
     assert used == {"prefill": (True, False), "decode": (False, True), "both": (True, True)}

@@ -71,15 +71,17 @@ class ModelIdentity:
         name: name of the folder or of the model, for a reader.
         weights: hex digest of the names, shapes and first bytes of all tensors; "": unknown.
         tokenizer: hex digest of the file that splits text into tokens; "": unknown.
+        vocabulary: hex digest of the numbers of all tokens; "": unknown.
     """
 
     name: str
     weights: str
     tokenizer: str
+    vocabulary: str = ""
 
     @classmethod
     def of(cls, model: str | Path) -> ModelIdentity:
-        """Identify a model, in milliseconds.
+        """Identify a model, in a fraction of a second.
 
         Args:
             model: a folder, or a name whose files are in the cache of the model hub. For any other
@@ -87,12 +89,20 @@ class ModelIdentity:
         """
         folder = _folder_of(str(model))
         name = folder.name if Path(model).is_dir() else str(model)
-        return cls(name, _weights_digest(folder), _tokenizer_digest(folder))
+        tokenizer, vocabulary = _tokenizer_digests(folder)
+        return cls(name, _weights_digest(folder), tokenizer, vocabulary)
 
     def same_as(self, other: ModelIdentity) -> bool:
-        """Return whether weights and tokenizer are the same, as far as both are known."""
-        pairs = ((self.weights, other.weights), (self.tokenizer, other.tokenizer))
-        return all(mine == theirs for mine, theirs in pairs if mine and theirs)
+        """Return whether weights and tokenizer are the same, as far as both are known.
+
+        Tokenizers are the same if their files are, or if all tokens have the same numbers: training
+        writes the file anew, in other words.
+        """
+        if self.weights and other.weights and self.weights != other.weights:
+            return False
+        if not self.tokenizer or not other.tokenizer or self.tokenizer == other.tokenizer:
+            return True
+        return bool(self.vocabulary) and self.vocabulary == other.vocabulary
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,9 @@ def _from_json(data: Mapping[str, Any], folder: Path) -> TrainedAdapter:
     given = {setting.name: data.get(setting.name) for setting in fields(TrainedAdapter)}
     base = given.pop("base")
     names = [part.name for part in fields(ModelIdentity)]
-    if not isinstance(base, dict) or any(not isinstance(base.get(name), str) for name in names):
+    # A folder of before names no vocabulary.
+    base = {"vocabulary": "", **base} if isinstance(base, dict) else {}
+    if any(not isinstance(base.get(name), str) for name in names):
         raise _refused(f"`base` in {FILE_NAME} needs the texts {', '.join(names)}", folder)
     for name, value in given.items():
         expected = str if name in ("placement", "loss") else dict
@@ -189,11 +201,30 @@ def _folder_of(model: str) -> Path:
         return Path(model)
 
 
-def _tokenizer_digest(folder: Path) -> str:
+def _tokenizer_digests(folder: Path) -> tuple[str, str]:
+    """Hex digests of a tokenizer's file, and of its vocabulary."""
     for name in _TOKENIZER_FILES:
         if (folder / name).is_file():
-            return blake2b((folder / name).read_bytes(), digest_size=16).hexdigest()
-    return ""
+            content = (folder / name).read_bytes()
+            return _digest(content), _vocabulary_digest(content)
+    return "", ""
+
+
+def _vocabulary_digest(content: bytes) -> str:
+    """Hex digest of the numbers of all tokens; "": the file is none of the library `tokenizers`."""
+    try:
+        data = json.loads(content)
+        # A number for each token; or, in the order of numbers, tokens with their scores.
+        found = data["model"]["vocab"]
+        tokens = sorted(found.items()) if isinstance(found, dict) else found
+        added = sorted([token["id"], token["content"]] for token in data.get("added_tokens") or ())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    return _digest(json.dumps([tokens, added]).encode())
+
+
+def _digest(content: bytes) -> str:
+    return blake2b(content, digest_size=16).hexdigest()
 
 
 def _weights_digest(folder: Path) -> str:

@@ -5,7 +5,8 @@
     vllm-choreo judge RUNS --judge URL --judge-model NAME --out JUDGED
     python -m benchmarks.paper.stories RUNS JUDGED
 
-A row for each pair of stories. Rows of other judges stay.
+A row for each pair of stories. Rows of other judges stay, as do those of one that is offered ties
+and one that is not.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ def main() -> int:
     args = parser.parse_args()
     judged = json.loads((args.judged / RESULT).read_text())
     names, pairs = pairs_of([args.runs])
-    where = {**record(), "judge": judged["judge"]}
-    rows = [{**row, **where} for row in stories_of(names, pairs, judged)]
-    write_csv(STORIES, [*rows_of_others(STORIES, judge=judged["judge"]), *rows])
+    about = {"judge": judged["judge"], "may_tie": str(judged["may_tie"])}
+    where = record()
+    rows = [{**about, **row, **where} for row in stories_of(names, pairs, judged)]
+    write_csv(STORIES, [*rows_of_others(STORIES, **about), *rows])
     print(as_text([TABLES[STORIES]]))
     return 0
 

@@ -91,7 +91,11 @@ TABLES = {
     ),
     STORIES: Table(
         STORIES,
-        {"judge": "judge"},
+        {
+            "judge": lambda row: (
+                row["judge"] + ("" if row["may_tie"] == "True" else ", not offered ties")
+            )
+        },
         {
             "pairs": len,
             "words as text, %": mean(of("coverage_baseline", 100), ".1f"),

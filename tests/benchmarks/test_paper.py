@@ -97,6 +97,6 @@ def test_stories_have_a_winner_and_some_of_their_words() -> None:
         (row,) = stories_of(("choreo", "baseline"), [pair], judged)
         assert (row["coverage_choreo"], row["coverage_baseline"]) == (0.5, 1.0)
         assert (row["winner"], row["is_torn"]) == (name, int(winner == 0))
-    written = {key: str(value) for key, value in row.items()} | {"judge": "j"}
+    written = {key: str(value) for key, value in row.items()} | {"judge": "j", "may_tie": "True"}
     (_, _, line) = TABLES["paper_stories"].markdown([written]).splitlines()
     assert line == "| j | 1 | 100.0 | 50.0 | 0.0 | 0.0 | 100.0 | 100.0 |"

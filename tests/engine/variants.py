@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of tiny models: the same files with other weights, as a fine-tune leaves them."""
+"""Variants of tiny models: other weights, and a tokenizer written anew, as a fine-tune does."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -26,4 +27,6 @@ def make_variant(model_path: Path, folder: Path, seed: int = 1) -> Path:
                 down = torch.randn(RANK, num_in, generator=generator)
                 tensors[name] = tensor + (up @ down).to(tensor.dtype) / (RANK * num_in) ** 0.5
         save_file(tensors, path, metadata={"format": "pt"})
+    tokenizer = variant / "tokenizer.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text())) + "\n")
     return variant

@@ -24,7 +24,7 @@ from vllm_choreo.snapshot.manifest import (
     read_manifest,
     tenant_digest,
 )
-from vllm_choreo.snapshot.signature import differences
+from vllm_choreo.snapshot.signature import differences, is_same_text, is_variant
 from vllm_choreo.snapshot.storage import SnapshotFolder
 
 
@@ -169,3 +169,17 @@ def test_what_differs_between_two_models() -> None:
     assert differences({**mine, "weights": ""}, mine)
     unknown = {**mine, "weights": ""}
     assert differences({**unknown, "name": "b"}, unknown) and not differences(unknown, unknown)
+
+
+def test_a_tokenizer_is_the_same_if_its_tokens_have_the_same_numbers() -> None:
+    mine = {"name": "a", "weights": "x", "tokenizer": "t", "vocabulary": "v"}
+    again = {**mine, "tokenizer": "written anew"}
+    assert differences(again, mine) == [] and is_same_text(again, mine)
+    assert is_variant({**again, "weights": "y"}, mine)
+    before = {"name": "a", "weights": "x", "tokenizer": "t"}  # without a vocabulary
+    assert differences(before, mine) == [] and is_same_text(before, mine)
+    for other in ({**again, "vocabulary": "w"}, {**before, "tokenizer": "u"}):
+        assert "tokenizer" in differences(other, mine)[0]
+        assert not is_same_text(other, mine) and not is_variant(other, mine)
+    unknown = {**mine, "vocabulary": ""}
+    assert not is_same_text({**unknown, "tokenizer": "u"}, unknown)

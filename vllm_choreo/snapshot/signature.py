@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 # What recipes depend on: to another tokenizer the same numbers are other texts.
-_OF_TEXT = "tokenizer"
+_OF_TEXT, _NUMBERS = "tokenizer", "vocabulary"
 _OF_PICTURES = "processor"
+# Differences of these alone make no other model.
+_APART = ("name", _NUMBERS, _OF_PICTURES)
 # Files of a model's folder that say how pictures become tensors, and how many tokens these take.
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -30,10 +32,10 @@ def signature(vllm_config: VllmConfig) -> dict[str, Any]:
         vllm_config: configuration of the engine.
 
     Returns:
-        `name`, for a reader; `weights`, `tokenizer`: digests, see `ModelIdentity`; `architecture`;
-        `dtype`, `kv_dtype`, `quantization`; `is_dummy`: the weights are drawn at random;
-        `rotation`: the parameters of RoPE; `processor`: digest of what makes of pictures what the
-        model is given, on which nothing else depends.
+        `name`, for a reader; `weights`, `tokenizer`, `vocabulary`: digests, see `ModelIdentity`;
+        `architecture`; `dtype`, `kv_dtype`, `quantization`; `is_dummy`: the weights are drawn at
+        random; `rotation`: the parameters of RoPE; `processor`: digest of what makes of pictures
+        what the model is given, on which nothing else depends.
     """
     model = vllm_config.model_config
     base = _base_model(model.model)
@@ -41,7 +43,8 @@ def signature(vllm_config: VllmConfig) -> dict[str, Any]:
     found = {
         "name": base.name,
         "weights": base.weights,
-        "tokenizer": base.tokenizer,
+        _OF_TEXT: base.tokenizer,
+        _NUMBERS: base.vocabulary,
         "architecture": list(getattr(model.hf_config, "architectures", None) or ()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": kv_dtype(vllm_config),
@@ -75,7 +78,7 @@ def _base_model(model: str) -> ModelIdentity:
 
 def differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     """Differences between the model whose keys were kept and that of an engine, in words."""
-    names = [name for name in mine if name not in ("name", _OF_PICTURES)]
+    names = [name for name in mine if name not in _APART]
     if kept.get("weights") or mine["weights"]:
         found = names
     else:  # nobody knows the weights: then the names must do
@@ -83,19 +86,30 @@ def differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} ({_short(_entry(kept, name))}; here {_short(mine[name])})"
         for name in found
-        if _entry(kept, name) != mine[name]
+        if not _is_same(kept, mine, name)
     ]
 
 
 def is_variant(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
     """Return whether two models differ in their weights alone."""
-    same = [name for name in mine if name not in ("name", "weights", _OF_PICTURES)]
-    return all(_entry(kept, name) == mine[name] for name in same)
+    same = [name for name in mine if name not in ("weights", *_APART)]
+    return all(_is_same(kept, mine, name) for name in same)
 
 
 def is_same_text(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
     """Return whether the numbers of tokens mean the same texts."""
-    return bool(kept.get(_OF_TEXT) == mine[_OF_TEXT])
+    return _is_same(kept, mine, _OF_TEXT)
+
+
+def _is_same(kept: Mapping[str, Any], mine: Mapping[str, Any], name: str) -> bool:
+    """Return whether an entry is the same; the tokenizer is, if its tokens have the same numbers.
+
+    Training writes a tokenizer's file anew, in other words.
+    """
+    if _entry(kept, name) == mine[name]:
+        return True
+    numbers = kept.get(_NUMBERS)
+    return name == _OF_TEXT and bool(numbers) and numbers == mine.get(_NUMBERS)
 
 
 def _entry(kept: Mapping[str, Any], name: str) -> object:

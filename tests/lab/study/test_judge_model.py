@@ -98,6 +98,18 @@ def test_an_answer_wins_if_it_is_preferred_in_both_places(
     assert "3 pairs, judged by j; in 0 of them" in shown and "baseline wins  33.3" in shown
 
 
+def test_a_judge_is_offered_ties_or_is_not(tmp_path: Path) -> None:
+    save_run(tmp_path / "runs", "choreo", {"one": "right"})
+    save_run(tmp_path / "runs", "baseline", {"one": "wrong"})
+    given = (str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--judge")
+    for options, end in (((), "Begin with A, B or TIE."), (("--no-tie",), "Begin with A or B.")):
+        with judging(prefers_right) as (url, seen):
+            judge(*given, url, *options)
+        assert all(body["messages"][0]["content"].endswith(end) for _, _, body in seen)
+        found = json.loads((tmp_path / "out" / "judged.json").read_text())
+        assert found["may_tie"] is not bool(options) and found["second_wins"][0] == 1
+
+
 def test_a_judge_who_prefers_a_place_finds_ties_alone(tmp_path: Path) -> None:
     for folder, mode, answer in (("a", "choreo", "right"), ("b", "choreo", "wrong")):
         save_run(tmp_path / folder, mode, {"one": answer, "two": answer})

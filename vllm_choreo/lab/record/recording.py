@@ -93,7 +93,8 @@ class Recording:
         }
         _check_split(parts)
         base = ModelIdentity(
-            **{name: about["base"][name] for name in ("name", "weights", "tokenizer")}
+            **{name: about["base"][name] for name in ("name", "weights", "tokenizer")},
+            vocabulary=about["base"].get("vocabulary", ""),
         )
         return cls(base, about["mode"], digest.hexdigest(), parts)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import httpx
@@ -22,7 +23,7 @@ Verdict: TypeAlias = Literal["A", "B", "tie"]
 
 PROMPT = (
     "Two answers to one task are to be compared.\n\n# Task\n{task}\n\n# Answer A\n{first}\n\n"
-    "# Answer B\n{second}\n\nWhich answer does the task better? Begin with A, B or TIE."
+    "# Answer B\n{second}\n\nWhich answer does the task better? Begin with {verdicts}."
 )
 _MAX_TOKENS = 16
 _VERDICT = re.compile(r"\b(?:(A|B)\b|(tie)\b)", re.IGNORECASE)
@@ -35,10 +36,12 @@ class Judge:
     Attributes:
         endpoint: address, key and timeout of the API.
         model: the name of the model there.
+        may_tie: whether it is told that it may say "tie", which small models always say then.
     """
 
     endpoint: Endpoint
     model: str
+    may_tie: bool = True
 
     def compare(self, task: str, first: str, second: str) -> Comparison:
         """Ask which of two answers is the better one, with either in the first place.
@@ -46,8 +49,10 @@ class Judge:
         Raises:
             ChoreoError: the judge does not answer.
         """
-        ahead = self._ask(PROMPT.format(task=task, first=first, second=second))
-        behind = self._ask(PROMPT.format(task=task, first=second, second=first))
+        verdicts = "A, B or TIE" if self.may_tie else "A or B"
+        ask = partial(PROMPT.format, task=task, verdicts=verdicts)
+        ahead = self._ask(ask(first=first, second=second))
+        behind = self._ask(ask(first=second, second=first))
         return Comparison(verdict_of(ahead), verdict_of(behind), (ahead, behind))
 
     def _ask(self, prompt: str) -> str:

@@ -40,6 +40,7 @@ def command(parser: argparse.ArgumentParser) -> Main:
     add("--judge", required=True, metavar="URL", help="address of an OpenAI API")
     add("--judge-model", required=True, metavar="NAME", help="name of the model there")
     add("--api-key", metavar="KEY", help="of the judge (default: OPENAI_API_KEY)")
+    add("--no-tie", action="store_true", help='do not offer the judge to say "tie"')
     add_out(parser, "judged", "folder for judged.json")
     return main
 
@@ -57,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 
     names, pairs = pairs_of(args.runs)
     api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
-    judge = Judge(Endpoint(args.judge, api_key, _SECONDS), args.judge_model)
+    judge = Judge(Endpoint(args.judge, api_key, _SECONDS), args.judge_model, not args.no_tie)
     make_folder(args.out)
     rows = []
     for first, second in tqdm(pairs, unit="pair", leave=False):
@@ -66,7 +67,8 @@ def main(args: argparse.Namespace) -> int:
         rows.append(
             {"id": first.id, "winner": found.winner, "is_torn": found.is_torn, **asdict(found)}
         )
-    result = {"runs": names, "judge": args.judge_model, "pairs": rows, **win_rates(rows)}
+    about = {"runs": names, "judge": args.judge_model, "may_tie": judge.may_tie}
+    result = {**about, "pairs": rows, **win_rates(rows)}
     write_text(args.out / RESULT, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
     print(_table(names, result))
     return 0
