@@ -43,7 +43,9 @@ def main() -> int:
 def stories_of(
     names: tuple[str, str], pairs: Sequence[tuple[Task, Task]], judged: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Rows of pairs of stories: coverage of their words, from 0 to 1, and who has won.
+    """Rows of pairs of stories: coverage of their words, from 0 to 1, who has won, and the margin.
+
+    The margin is in log-odds, above 0 where the choreographed story is likelier; see `Comparison`.
 
     Args:
         names: of the runs, in the order of each pair; the table's are "choreo" and "baseline".
@@ -52,11 +54,13 @@ def stories_of(
     verdicts = {row["id"]: row for row in judged["pairs"]}
     for pair in pairs:
         verdict = verdicts[pair[0].id]
-        row = {"id": pair[0].id, "is_torn": int(verdict["is_torn"])}
+        row = {"id": pair[0].id, "is_torn": int(verdict["is_torn"]), "margin": verdict["margin"]}
         winner = {1: names[0], 2: names[1]}.get(verdict["winner"], "tie")
         for name, task in zip(names, pair, strict=True):
             assert task.recorded is not None
             row[f"coverage_{name}"] = task.coverage(task.recorded.answers)
+        if row["margin"] is not None and names[0] != "choreo":
+            row["margin"] = -row["margin"]
         yield {**row, "winner": winner}
 
 

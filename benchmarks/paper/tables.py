@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from benchmarks.harness.tables import Cell, Row, Rows, Table, Values, mean, of, only
 from vllm_choreo.lab.workflows.prisoners_dilemma import LEAKS
@@ -42,6 +42,11 @@ def shift(rows: Rows, leak: str) -> list[float]:
 
 def _shifted(leak: str) -> Cell:
     return mean(lambda rows: shift(rows, leak), "+.1f")
+
+
+def _told(rows: Rows) -> Sequence[float]:
+    """Margins of the pairs of which the judge has told log-probabilities."""
+    return of("margin")([row for row in rows if row["margin"] != ""])
 
 
 def _is_right(row: Row) -> bool:
@@ -104,6 +109,8 @@ TABLES = {
             "choreographed wins, %": percent(share(lambda row: row["winner"] == "choreo")),
             "tie, %": percent(share(lambda row: row["winner"] == "tie")),
             "same place twice, %": percent(share(lambda row: row["is_torn"] == "1")),
+            "choreographed likelier, %": percent(lambda rows: [100 * (m > 0) for m in _told(rows)]),
+            "by, nats": mean(_told, "+.2f"),
         },
     ),
 }

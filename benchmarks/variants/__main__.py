@@ -2,7 +2,7 @@
 """A reader's requests about documents that another variant has encoded, alone and under load.
 
     python -m benchmarks.variants WRITER READER pair/pair.json [--rates 0 0.5 1 2] [--passes 2]
-        [--side "own encoding" ...]
+        [--side "own encoding" ...] [--result variants_open]
 
 The profile is one of `vllm-choreo profile-pair WRITER READER`; both are adapters, or models.
 """
@@ -23,7 +23,7 @@ from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.variants.load import Pair, run
-from benchmarks.variants.tables import TABLES
+from benchmarks.variants.tables import LOADS, TABLES
 from benchmarks.variants.writing import write_documents
 from vllm_choreo.repair.layers import entries_of
 from vllm_choreo.repair.pair import layers_text
@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--target", type=float, default=2.0, help="seconds to the first token")
     parser.add_argument("--max-quality-loss", type=float, default=0.5, help="of the choice by load")
     parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--result", choices=LOADS, default=LOADS[0], help="name of the CSV file")
     args = parser.parse_args()
     # All documents of a pass stay in the KV cache until they are read.
     set_environment(math.ceil(1 + args.requests * args.document_tokens * _TOKEN_BYTES / 2**30))
@@ -58,7 +59,7 @@ def main() -> int:
         pair = _pair(args, Path(kept))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         asyncio.run(_measure(args, pair))
-    print(as_text(TABLES.values()))
+    print(as_text([TABLES[f"{args.result}_load"]]))
     return 0
 
 
@@ -97,7 +98,7 @@ async def _measure(args: argparse.Namespace, pair: Pair) -> None:
                     rows += [{**about, **row} for row in found]
                     how = f"{rate:g} per second" if rate else "one at a time"
                     print(f"pass {number}: {how}, {side}: done", flush=True)
-                write_csv("variants", rows, **record())
+                write_csv(args.result, rows, **record())
     finally:
         llm.shutdown()
 

@@ -10,6 +10,8 @@ from benchmarks.harness.tables import Cell, Rows, Table, Values, interval, middl
 from benchmarks.variants.load import ANSWER_TOKENS, OWN
 
 INPUTS, LOADING = "variants_inputs", "variants_loading"
+# Requests one at a time and under load: of two adapters, and of a model and its fine-tune.
+LOADS = ("variants", "variants_open")
 
 
 def rates_met(rows: Rows) -> list[float]:
@@ -100,6 +102,22 @@ def _rank(share: float) -> Cell:
     return lambda rows: f"{percentile(_closed(rows), share):.0f}"
 
 
+def _load(name: str) -> Table:
+    """Requests that arrive at random: first tokens, time between tokens, end to end."""
+    return Table(
+        name,
+        {"side": "side", "requests a second": "rate"},
+        {
+            "requests": lambda rows: str(len(rows)),
+            "first token, ms": _with_tail(of("ttft_s", 1e3)),
+            "between tokens, ms": _with_tail(_between),
+            "end to end, ms": _with_tail(of("latency_s", 1e3)),
+            "answered a second": _per_second,
+        },
+        rows=lambda rows: [row for row in rows if float(row["rate"])],
+    )
+
+
 TABLES = {
     INPUTS: Table(
         INPUTS,
@@ -127,16 +145,5 @@ TABLES = {
         },
     ),
     "variants": Table("variants", {"side": "side"}, _columns),
-    "variants_load": Table(
-        "variants",
-        {"side": "side", "requests a second": "rate"},
-        {
-            "requests": lambda rows: str(len(rows)),
-            "first token, ms": _with_tail(of("ttft_s", 1e3)),
-            "between tokens, ms": _with_tail(_between),
-            "end to end, ms": _with_tail(of("latency_s", 1e3)),
-            "answered a second": _per_second,
-        },
-        rows=lambda rows: [row for row in rows if float(row["rate"])],
-    ),
+    **{f"{name}_load": _load(name) for name in LOADS},
 }

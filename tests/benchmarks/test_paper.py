@@ -93,10 +93,14 @@ def test_stories_have_a_winner_and_some_of_their_words() -> None:
     words = ("dog", "ball", "park", "tree")
     pair = (_story(words, "A dog in a park."), _story(words, "A dog, a ball, a park, a tree."))
     for winner, name in ((1, "choreo"), (2, "baseline"), (0, "tie")):
-        judged = {"pairs": [{"id": "1", "winner": winner, "is_torn": winner == 0}]}
+        verdict = {"id": "1", "winner": winner, "is_torn": winner == 0, "margin": 0.5}
+        judged = {"pairs": [verdict]}
         (row,) = stories_of(("choreo", "baseline"), [pair], judged)
         assert (row["coverage_choreo"], row["coverage_baseline"]) == (0.5, 1.0)
         assert (row["winner"], row["is_torn"]) == (name, int(winner == 0))
+        assert row["margin"] == 0.5
+        (swapped,) = stories_of(("baseline", "choreo"), [pair[::-1]], judged)
+        assert swapped["margin"] == -0.5 and swapped["coverage_choreo"] == 0.5
     written = {key: str(value) for key, value in row.items()} | {"judge": "j", "may_tie": "True"}
     (_, _, line) = TABLES["paper_stories"].markdown([written]).splitlines()
-    assert line == "| j | 1 | 100.0 | 50.0 | 0.0 | 0.0 | 100.0 | 100.0 |"
+    assert line == "| j | 1 | 100.0 | 50.0 | 0.0 | 0.0 | 100.0 | 100.0 | 100.0 | +0.50 |"

@@ -25,8 +25,16 @@ from vllm_choreo.lab.workflows.direct import direct
 
 
 @contextmanager
-def judging(answer: Callable[[str], str], status: int = 200) -> Iterator[tuple[str, list[Any]]]:
-    """The address of a judge that answers prompts, and the requests that it got."""
+def judging(
+    answer: Callable[[str], str],
+    given_status: int = 200,
+    is_silent: bool = False,
+    odds: Callable[[str], tuple[float, float]] | None = None,
+) -> Iterator[tuple[str, list[Any]]]:
+    """The address of a judge that answers prompts, and the requests that it got.
+
+    `odds`: the log-probabilities of A and B that it tells; `is_silent`: it refuses to tell any.
+    """
     seen: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -34,7 +42,13 @@ def judging(answer: Callable[[str], str], status: int = 200) -> Iterator[tuple[s
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             seen.append((self.path, self.headers.get("Authorization"), body))
             said = answer(body["messages"][0]["content"])
-            content = {"choices": [{"message": {"role": "assistant", "content": said}}]}
+            choice: dict[str, Any] = {"message": {"role": "assistant", "content": said}}
+            if odds is not None:
+                told = zip("AB", odds(body["messages"][0]["content"]), strict=True)
+                likeliest = [{"token": token, "logprob": logprob} for token, logprob in told]
+                choice["logprobs"] = {"content": [{"top_logprobs": likeliest}]}
+            content = {"choices": [choice]}
+            status = 400 if is_silent and "logprobs" in body else given_status
             data = json.dumps(content if status == 200 else {"detail": "no"}).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
@@ -98,6 +112,17 @@ def test_an_answer_wins_if_it_is_preferred_in_both_places(
     assert "3 pairs, judged by j; in 0 of them" in shown and "baseline wins  33.3" in shown
 
 
+def test_a_judge_that_tells_no_log_probabilities_is_asked_without(tmp_path: Path) -> None:
+    save_run(tmp_path / "runs", "choreo", {"one": "right"})
+    save_run(tmp_path / "runs", "baseline", {"one": "wrong"})
+    with judging(prefers_right, is_silent=True) as (url, seen):
+        judge(str(tmp_path / "runs"), "--judge", url, "--out", str(tmp_path / "out"))
+    found = json.loads((tmp_path / "out" / "judged.json").read_text())
+    assert ["logprobs" in body for _, _, body in seen] == [True, False, True, False]
+    assert found["second_wins"][0] == 1 and "first_preferred" not in found
+    assert found["pairs"][0]["margin"] is None
+
+
 def test_a_judge_is_offered_ties_or_is_not(tmp_path: Path) -> None:
     save_run(tmp_path / "runs", "choreo", {"one": "right"})
     save_run(tmp_path / "runs", "baseline", {"one": "wrong"})
@@ -120,6 +145,25 @@ def test_a_judge_who_prefers_a_place_finds_ties_alone(tmp_path: Path) -> None:
     assert [row["winner"] for row in found["pairs"]] == [0, 0] and found["ties"] == [1, 1, 1]
     assert all(row["is_torn"] for row in found["pairs"])
     assert found["runs"] == [f"{tmp_path / name}, choreo" for name in ("a", "b")]
+
+
+def test_log_probabilities_tell_what_a_love_of_places_hides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first place is worth 2 nats to this judge, and the right answer half a nat."""
+
+    def odds(prompt: str) -> tuple[float, float]:
+        first = prompt.split("# Answer A\n")[1].split("# Answer B\n")[0]
+        return (-0.1, -2.6) if "right" in first else (-0.1, -1.6)
+
+    save_run(tmp_path / "runs", "choreo", {"one": "right"})
+    save_run(tmp_path / "runs", "baseline", {"one": "wrong"})
+    with judging(lambda prompt: "A", odds=odds) as (url, _):
+        judge(str(tmp_path / "runs"), "--judge", url, "--out", str(tmp_path / "out"))
+    found = json.loads((tmp_path / "out" / "judged.json").read_text())
+    assert found["ties"] == [1, 1, 1] and found["first_preferred"] == [0, 0, 0]
+    assert found["pairs"][0]["margin"] == pytest.approx(1.5 - 2.5)  # the baseline is the first
+    assert "baseline is likelier    0.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -178,7 +222,10 @@ def test_a_judge_that_fails_is_named(tmp_path: Path) -> None:
     save_run(tmp_path / "runs", "choreo", {"one": "wrong"})
     save_run(tmp_path / "runs", "baseline", {"one": "right"})
     given = (str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--judge")
-    with judging(str, status=500) as (url, _), pytest.raises(ChoreoError, match="server failed"):
+    with (
+        judging(str, given_status=500) as (url, _),
+        pytest.raises(ChoreoError, match="server failed"),
+    ):
         judge(*given, url)
     with pytest.raises(ChoreoError, match="address of a server"):
         judge(*given, "nowhere")

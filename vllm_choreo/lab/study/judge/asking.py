@@ -2,7 +2,8 @@
 """A judge model that compares two answers, asked twice: with either answer first.
 
 A judge may prefer what it reads first. So an answer wins if it is preferred in both places; all
-else is a tie.
+else is a tie. Where that is always so, its log-probabilities still tell which answer it prefers:
+those of either place are added, so that what it thinks of places cancels out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ PROMPT = (
     "Two answers to one task are to be compared.\n\n# Task\n{task}\n\n# Answer A\n{first}\n\n"
     "# Answer B\n{second}\n\nWhich answer does the task better? Begin with {verdicts}."
 )
+_ROUTE = "/v1/chat/completions"
 _MAX_TOKENS = 16
+_NUM_LIKELIEST = 20  # what an OpenAI API tells at most
 _VERDICT = re.compile(r"\b(?:(A|B)\b|(tie)\b)", re.IGNORECASE)
 
 
@@ -51,23 +54,29 @@ class Judge:
         """
         verdicts = "A, B or TIE" if self.may_tie else "A or B"
         ask = partial(PROMPT.format, task=task, verdicts=verdicts)
-        ahead = self._ask(ask(first=first, second=second))
-        behind = self._ask(ask(first=second, second=first))
-        return Comparison(verdict_of(ahead), verdict_of(behind), (ahead, behind))
+        ahead, before = self._ask(ask(first=first, second=second))
+        behind, after = self._ask(ask(first=second, second=first))
+        margin = None if before is None or after is None else before - after
+        return Comparison(verdict_of(ahead), verdict_of(behind), (ahead, behind), margin)
 
-    def _ask(self, prompt: str) -> str:
+    def _ask(self, prompt: str) -> tuple[str, float | None]:
+        """What it says, and by how much A is likelier than B as the first token."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],
             "temperature": 0,
             "max_tokens": _MAX_TOKENS,
         }
+        likeliest = {"logprobs": True, "top_logprobs": _NUM_LIKELIEST}
         try:
             with httpx.Client(**self.endpoint.options()) as client:
-                response = client.post("/v1/chat/completions", json=body)
+                response = client.post(_ROUTE, json={**body, **likeliest})
+                if response.status_code == httpx.codes.BAD_REQUEST:  # some APIs tell none
+                    response = client.post(_ROUTE, json=body)
         except httpx.HTTPError as error:
             raise no_answer(self.endpoint, error) from error
-        return _content(content_of(self.endpoint, response.status_code, response.content))
+        answer = content_of(self.endpoint, response.status_code, response.content)
+        return _content(answer), margin_of(answer)
 
 
 @dataclass(frozen=True)
@@ -78,11 +87,14 @@ class Comparison:
         ahead: its verdict where the first answer is A; None: it named none.
         behind: its verdict where the first answer is B.
         said: its words, both times.
+        margin: log-odds by which it prefers the first answer, of both places together; None: it
+            tells no log-probabilities, or of other tokens.
     """
 
     ahead: Verdict | None
     behind: Verdict | None
     said: tuple[str, str]
+    margin: float | None = None
 
     @property
     def winner(self) -> int:
@@ -106,6 +118,16 @@ def verdict_of(said: str) -> Verdict | None:
         if found[1].isupper() or not re.search(r"\w", said[: found.start()]):
             return "A" if found[1].upper() == "A" else "B"
     return None
+
+
+def margin_of(answer: Mapping[str, Any]) -> float | None:
+    """Log-odds of A against B as the first token of an answer; None if it does not tell both."""
+    try:
+        likeliest = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        found = {str(one["token"]): float(one["logprob"]) for one in likeliest}
+        return found["A"] - found["B"]
+    except (LookupError, TypeError, ValueError):
+        return None
 
 
 def _content(answer: Mapping[str, Any]) -> str:

@@ -110,14 +110,22 @@ def pairs_of(folders: Sequence[Path]) -> tuple[tuple[str, str], list[tuple[Task,
 
 
 def win_rates(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Shares of pairs that either run wins, and of ties: each with its 95% bootstrap interval."""
+    """Shares of pairs that either run wins, and of ties: each with its 95% bootstrap interval.
+
+    `first_preferred` is the share of those with log-probabilities in which the first is likelier.
+    """
     from vllm_choreo.lab.study.stats import bootstrap_interval
 
-    rates = {}
-    for name, winner in (("first_wins", 1), ("second_wins", 2), ("ties", 0)):
-        values = [float(row["winner"] == winner) for row in rows]
-        rates[name] = [fmean(values), *bootstrap_interval(values, fmean)]
-    return rates
+    shares = {
+        name: [float(row["winner"] == winner) for row in rows]
+        for name, winner in (("first_wins", 1), ("second_wins", 2), ("ties", 0))
+    }
+    margins = [row["margin"] for row in rows if row.get("margin") is not None]
+    if margins:
+        shares["first_preferred"] = [float(margin > 0) for margin in margins]
+    return {
+        name: [fmean(values), *bootstrap_interval(values, fmean)] for name, values in shares.items()
+    }
 
 
 def _workflow(task: Task) -> str:
@@ -132,8 +140,15 @@ def _answers(task: Task) -> Sequence[str]:
 
 def _table(names: tuple[str, str], result: dict[str, Any]) -> str:
     lines = [("", "%", "95 %")]
-    labels = (f"{names[0]} wins", f"{names[1]} wins", "ties")
-    for label, name in zip(labels, ("first_wins", "second_wins", "ties"), strict=True):
+    labels = {
+        "first_wins": f"{names[0]} wins",
+        "second_wins": f"{names[1]} wins",
+        "ties": "ties",
+        "first_preferred": f"{names[0]} is likelier",
+    }
+    for name, label in labels.items():
+        if name not in result:
+            continue
         rate, low, high = (100 * value for value in result[name])
         lines.append((label, f"{rate:.1f}", f"{low:.1f} to {high:.1f}"))
     torn = sum(row["is_torn"] for row in result["pairs"])
