@@ -19,10 +19,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.harness.engine import BLOCK_SIZE, set_environment
-from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.variants.load import Pair, run
+from benchmarks.variants.picture import draw
 from benchmarks.variants.tables import LOADS, TABLES
 from benchmarks.variants.writing import write_documents
 from vllm_choreo.repair.layers import entries_of
@@ -32,6 +33,7 @@ from vllm_choreo.repair.rules import ByLayers, rule_given, rule_of
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.trained_adapter import PEFT_FILES
 
+_FEW = 3  # rates, which are no line
 _TOKEN_BYTES = 30 * 2 * 3 * 64 * 4  # of the embedded model: layers, key and value, heads, float32
 
 
@@ -59,6 +61,8 @@ def main() -> int:
         pair = _pair(args, Path(kept))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         asyncio.run(_measure(args, pair))
+    if len(args.rates) > _FEW:
+        draw(read_csv(args.result), args.result)
     print(as_text([TABLES[f"{args.result}_load"]]))
     return 0
 

@@ -60,7 +60,7 @@ class Judge:
         return Comparison(verdict_of(ahead), verdict_of(behind), (ahead, behind), margin)
 
     def _ask(self, prompt: str) -> tuple[str, float | None]:
-        """What it says, and by how much A is likelier than B as the first token."""
+        """Words of the judge, and log-odds of A against B as the first token; see `margin_of`."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],
