@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.harness.tables import Cell, Row, Rows, Table, Values, mean, of, only
+from vllm_choreo.lab.study.judge.command import preferred
 from vllm_choreo.lab.workflows.prisoners_dilemma import LEAKS
 
 # The CSV files, and what plays or answers as text.
@@ -109,7 +110,9 @@ TABLES = {
             "choreographed wins, %": percent(share(lambda row: row["winner"] == "choreo")),
             "tie, %": percent(share(lambda row: row["winner"] == "tie")),
             "same place twice, %": percent(share(lambda row: row["is_torn"] == "1")),
-            "choreographed likelier, %": percent(lambda rows: [100 * (m > 0) for m in _told(rows)]),
+            "choreographed likelier, %": percent(
+                lambda rows: [100 * preferred(m) for m in _told(rows)]
+            ),
             "by, nats": mean(_told, "+.2f"),
         },
     ),

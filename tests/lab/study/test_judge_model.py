@@ -205,6 +205,9 @@ def test_rates_sum_to_one() -> None:
     rates = win_rates([{"winner": w} for w in (1, 1, 2, 0)])
     assert [rates[name][0] for name in ("first_wins", "second_wins", "ties")] == [0.5, 0.25, 0.25]
     assert all(low <= rate <= high for rate, low, high in rates.values())
+    assert "first_preferred" not in rates
+    rates = win_rates([{"winner": 0, "margin": m} for m in (0.0, 0.0, 2.0, -0.1, None)])
+    assert rates["first_preferred"][0] == 0.5, "neither is likelier in two of four"
 
 
 def test_runs_that_are_no_pair_are_refused(tmp_path: Path) -> None:

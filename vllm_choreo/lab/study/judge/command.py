@@ -112,7 +112,8 @@ def pairs_of(folders: Sequence[Path]) -> tuple[tuple[str, str], list[tuple[Task,
 def win_rates(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Shares of pairs that either run wins, and of ties: each with its 95% bootstrap interval.
 
-    `first_preferred` is the share of those with log-probabilities in which the first is likelier.
+    `first_preferred` is the share of those with log-probabilities in which the first is likelier;
+    a pair in which neither is counts half.
     """
     from vllm_choreo.lab.study.stats import bootstrap_interval
 
@@ -122,10 +123,15 @@ def win_rates(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     }
     margins = [row["margin"] for row in rows if row.get("margin") is not None]
     if margins:
-        shares["first_preferred"] = [float(margin > 0) for margin in margins]
+        shares["first_preferred"] = [preferred(margin) for margin in margins]
     return {
         name: [fmean(values), *bootstrap_interval(values, fmean)] for name, values in shares.items()
     }
+
+
+def preferred(margin: float) -> float:
+    """Share that the first answer has in a pair with this margin, see `Comparison`: 0, 0.5 or 1."""
+    return 0.5 if margin == 0 else float(margin > 0)
 
 
 def _workflow(task: Task) -> str:
