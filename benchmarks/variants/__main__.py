@@ -33,7 +33,7 @@ from vllm_choreo.repair.rules import ByLayers, rule_given, rule_of
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.trained_adapter import PEFT_FILES
 
-_FEW = 3  # rates, which are no line
+_FEW = 3  # So few rates make no line of a picture.
 _TOKEN_BYTES = 30 * 2 * 3 * 64 * 4  # of the embedded model: layers, key and value, heads, float32
 
 

@@ -32,6 +32,9 @@ def test_no_document_begins_as_another_one_does() -> None:
     assert passes[0] == document_tokens(100, 1000, 0)
 
 
+_TURN, _ANSWER = "<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+
+
 def _task(number: int, right: str) -> Task:
     """A recorded run that has answered "no"."""
     problem = Problem(str(number), "Who?", (right,), "trivia")
@@ -60,9 +63,6 @@ def test_a_fine_tune_learns_the_right_answers(
     before, after = (_surprise(str(folder), tasks, tokenizer) for folder in (model, out))
     assert after < 0.8 * before
     assert transformers.AutoTokenizer.from_pretrained(out).get_vocab() == tokenizer.get_vocab()
-
-
-_TURN, _ANSWER = "<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _surprise(folder: str, tasks: list[Task], tokenizer: object) -> float:
