@@ -326,10 +326,21 @@ def test_tokens_of_another_tokenizer_are_never_taken(
     llm: Any, saved: Saved, tmp_path: Path
 ) -> None:
     kept = read_manifest(SnapshotFolder(saved.recipes))
-    kept["model"]["tokenizer"] = "0123"
+    kept["model"] |= {"tokenizer": "0123", "vocabulary": "4567"}
     (tmp_path / "manifest.json").write_bytes(manifest_bytes(kept))
     with Choreography(llm) as c, pytest.raises(KeptError, match="tokenizer"):
         c.load(tmp_path, on_mismatch="encode")
+
+
+def test_a_tokenizer_written_anew_is_the_same_while_its_tokens_have_the_same_numbers(
+    llm: Any, saved: Saved, tmp_path: Path
+) -> None:
+    kept = read_manifest(SnapshotFolder(saved.recipes))
+    kept["model"]["tokenizer"] = "0123"
+    (tmp_path / "manifest.json").write_bytes(manifest_bytes(kept))
+    with Choreography(llm) as c:
+        c.load(tmp_path)
+        assert _answers(c)[0][0] == saved.answers[0][0]
 
 
 def test_what_could_not_be_encoded_again_is_not_loaded(
