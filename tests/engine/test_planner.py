@@ -96,6 +96,17 @@ def chosen() -> CompiledGraph:
     )
 
 
+def beginnings() -> CompiledGraph:
+    """Several questions about each of two contexts, which begin alike themselves."""
+    contexts = [10 * "All that is told here is told twice. " + text for text in TASK["context"]]
+    asked = ["Who owns it?", "What is there, and who owns it?"]
+    task = {
+        "context": [context for context in contexts for _ in asked],
+        "question": asked * len(contexts),
+    }
+    return build([map_reduce(ROLES, sampling=GREEDY)]).compile(**task)
+
+
 WORKFLOWS: dict[str, Callable[[], CompiledGraph]] = {
     "map_reduce": lambda: build([map_reduce(ROLES, sampling=GREEDY)]).compile(**TASK),
     "debate": lambda: build(debate(ROLES, sampling=GREEDY)).compile(**TASK),
@@ -111,6 +122,7 @@ WORKFLOWS: dict[str, Callable[[], CompiledGraph]] = {
     ).compile(ticker=["AAA", "BBB"], **DOCUMENTS),
     "dialogue": dialogue,
     "chosen": chosen,
+    "beginnings": beginnings,
 }
 
 

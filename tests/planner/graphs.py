@@ -28,6 +28,8 @@ def tasks_of(compiled: CompiledGraph, *without: str) -> Plan:
 
 SYSTEMS = ("Be brief. " * 20, "Be exact. " * 20, "You are a judge of answers. " * 10)
 
+INPUTS = ("one", "two", *("A long context. " * 8 + end for end in ("one", "two", "Two, or more")))
+
 
 def shout(text: str) -> str:
     return text.upper()
@@ -68,8 +70,8 @@ class RandomGraph:
         results = self._random.sample(self._texts[2:], count) if count else self._texts[:1]
         used = build(results).placeholders
         draw = self._random.choice
-        # Few different values, so that queries have much in common.
-        inputs = {name: [draw(["one", "two"]) for _ in range(batch)] for name in ("a", "b")}
+        # Few different values, some of which begin alike, so that queries have much in common.
+        inputs = {name: [draw(INPUTS) for _ in range(batch)] for name in ("a", "b")}
         return build(results).compile(**{name: inputs[name] for name in used})
 
     def _text(self) -> Op:

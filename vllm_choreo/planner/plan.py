@@ -4,7 +4,7 @@
     expand           operators and queries     -> tasks, known values, outputs
     restore, fetch   a journal, an answer cache -> more known values
     demand           outputs, known values     -> tasks that are needed, those that are calls
-    estimate         a profile                 -> tokens of each operator's value
+    estimate         known values, a profile   -> tokens of each operator's value
     spell_operators  the graph                 -> prompts of operators as symbols, and their tree
     choose           prompts, tokens           -> how each operator reads another one
     spell_calls      calls, choices            -> prompts of calls
@@ -119,6 +119,7 @@ class Plan:
         needed: tasks that outputs may need, reached without going through known values.
         asked: tasks among them that call the model, in their order.
         sizes: estimated tokens of each operator's value.
+        known_sizes: estimated tokens of each known text, by task.
         operators: symbols of each operator's prompt, of those that have calls.
         operator_tree: tree of these prompts.
         choices: ways of reading, by (operator, operator that it reads).
@@ -144,6 +145,7 @@ class Plan:
     needed: frozenset[int] = frozenset()
     asked: Sequence[int] = ()
     sizes: Sequence[float] = ()
+    known_sizes: Mapping[int, float] = field(default_factory=dict)
     operators: Mapping[int, list[Symbol]] = field(default_factory=dict)
     operator_tree: TemplatedRadixTree = field(default_factory=TemplatedRadixTree)
     choices: Mapping[tuple[int, int], Choice] = field(default_factory=dict)
@@ -177,7 +179,8 @@ class Plan:
 
     def size(self, task: int) -> float:
         """Estimated tokens of a task's value."""
-        return self.sizes[self.tasks[task].node]
+        known = self.known_sizes.get(task)
+        return self.sizes[self.tasks[task].node] if known is None else known
 
     def weigh(self, symbol: Symbol) -> float:
         """Estimated tokens of a symbol: of a text, or of a task's value."""

@@ -224,7 +224,12 @@ class Execution:
                 pieces.append(self._told(symbol))
         pieces.append(self._told(last))  # the header, even where it is an answer
         cuts = [cut - start for cut in self.plan.cuts.at.get(call, ()) if cut >= start]
-        return reading(pieces, cuts, before)
+        read = reading(pieces, cuts, before)
+        if self.plan.target.semantics != "exact":
+            return read
+        return await self._readers[worker].drop_inexact_links(
+            read, self.plan.target.turns.ends_turn
+        )
 
     async def _before(self, call: int, worker: int) -> Answer | None:
         """Answer that the call's prompt continues, if the worker can read its message so."""

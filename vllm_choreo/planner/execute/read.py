@@ -8,7 +8,8 @@ r"""Division of a prompt for one call: parents that are read as messages, and a 
     symbols   [all that an earlier call has read] <its answer> [next turn, opening]
     exact     \___ its parents, its message _______________/  header
 
-A chain is exact: each link is encoded with all before it. Text beside messages is encoded alone if
+A chain is exact: each link is encoded with all before it, and ends where a tokenizer ends a token,
+too. Text beside messages is encoded alone if
 other calls have the same, else with all that stands before it. Text that is to be read as a message
 (an input, an answer from a cache or of another worker) is encoded alone, too, once for all calls
 that read it.
@@ -17,9 +18,10 @@ that read it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,6 +220,32 @@ class SharedMessages:
             await worker.free(beside)
             raise
         return replace(answer, parents=tuple(parents), beside=tuple(beside))
+
+    async def drop_inexact_links(self, read: Reading, ends_turn: Callable[[str], bool]) -> Reading:
+        """Leave out the links of a chain that end where the text, as a whole, has no token's end.
+
+        Args:
+            read: a call's prompt, without parts.
+            ends_turn: whether a text ends a turn, where texts are tokenised apart as together.
+        """
+        if not self.worker.reads_messages:
+            return read
+        texts: list[str] = []
+        start = 0  # of the turn, among texts
+        for link in (*read.chain, read.header):
+            if texts and ends_turn(texts[-1]):
+                start = len(texts)
+            text = link
+            while len(texts) > start and not await self._ends_tokens([*texts[start:], text]):
+                text = texts.pop() + text
+            texts.append(text)
+        return replace(read, chain=tuple(texts[:-1]), header=texts[-1])
+
+    async def _ends_tokens(self, texts: Sequence[str]) -> bool:
+        """Return whether texts, as one, have the tokens that they have one by one."""
+        found = [await self.worker.tokenize(text) for text in ("".join(texts), *texts)]
+        whole, *apart = [tokens or () for tokens in found]
+        return found[0] is not None and whole == tuple(itertools.chain(*apart))
 
     async def _parents(self, read: Reading, beside: list[HeldMessage]) -> list[ReadMessage]:
         """Encode a call's parents, and return them; those for it alone are added to `beside`."""

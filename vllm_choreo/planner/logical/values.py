@@ -38,8 +38,8 @@ class PromptTurns(Protocol):
 class Template(TurnTemplate):
     """Text around chat messages, alike for all roles.
 
-    Exact plans cut prompts behind a `closing`, and only there. So the text up to it has the same
-    tokens apart as together with the `opening` that follows.
+    Exact plans take for granted that the text up to a `closing` has the same tokens apart as
+    together with the `opening` that follows.
     """
 
     start: ClassVar[str] = ""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,11 +42,18 @@ class Profile:
         text = value if isinstance(value, str) else json.dumps(value)
         self.add(node.name, estimated_tokens(text) if num_out is None else num_out)
 
-    def expected(self, graph: Operators) -> list[float]:
-        """Expected tokens of each operator's value, as text; of a switch, of its longest case."""
+    def expected(self, graph: Operators, given: Mapping[int, float]) -> list[float]:
+        """Expected tokens of each operator's value, as text; of a switch, of its longest case.
+
+        Args:
+            graph: the operators.
+            given: tokens of those values that are known, by number of the operator.
+        """
         found: list[float] = []
-        for node in graph.nodes:
-            if node.name in self.num_out:
+        for number, node in enumerate(graph.nodes):
+            if number in given:
+                found.append(given[number])
+            elif node.name in self.num_out:
                 found.append(self.num_out[node.name])
             elif node.kind == "llm":
                 found.append(min(float(node.attrs["sampling"].get("max_tokens") or _GUESS), _GUESS))
