@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import json
 import os
 import platform
 import shlex
@@ -72,6 +73,23 @@ def command_line() -> str:
 def record() -> dict[str, Any]:
     """The columns that every row of a run's CSV files ends with: machine, versions, command."""
     return {**machine(), "command": command_line()}
+
+
+def read_numbers(path: Path, command: str, *fields: str) -> dict[str, Any]:
+    """Read a JSON file that a command has written.
+
+    Raises:
+        SystemExit: it is not there, or has not these fields.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        told = f"{path}: nothing can be read ({error}): name what `{command}` wrote"
+        raise SystemExit(told) from error
+    missing = [field for field in fields if not isinstance(found, dict) or field not in found]
+    if missing:
+        raise SystemExit(f"{path}: lacks {', '.join(missing)}: run `{command}` anew")
+    return dict(found)
 
 
 def write_csv(name: str, rows: Sequence[Mapping[str, Any]], **constant: Any) -> Path:

@@ -12,13 +12,12 @@ and one that is not.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import record, rows_of_others, write_csv
+from benchmarks.harness.record import read_numbers, record, rows_of_others, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.paper.tables import STORIES, TABLES
 from vllm_choreo.lab.cli.task import Task
@@ -30,7 +29,7 @@ def main() -> int:
     parser.add_argument("runs", type=Path, help="folder of `vllm-choreo run --mode both`")
     parser.add_argument("judged", type=Path, help="folder of `vllm-choreo judge`")
     args = parser.parse_args()
-    judged = json.loads((args.judged / RESULT).read_text())
+    judged = read_numbers(args.judged / RESULT, "vllm-choreo judge", "judge", "may_tie", "pairs")
     names, pairs = pairs_of([args.runs])
     about = {"judge": judged["judge"], "may_tie": str(judged["may_tie"])}
     where = record()

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import record, rows_of_others, write_csv
+from benchmarks.harness.record import read_numbers, record, rows_of_others, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.variants.tables import INPUTS, TABLES
 from vllm_choreo.lab.study.profile_pair.results import NUMBERS
@@ -35,7 +35,7 @@ def main() -> int:
         help="a block, first and the one behind the last (default: those that were answered with)",
     )
     args = parser.parse_args()
-    profile = json.loads((args.pair / NUMBERS).read_text())
+    profile = read_numbers(args.pair / NUMBERS, "vllm-choreo profile-pair", "profile", "sets")
     blocks = args.layers and [((first, stop),) for first, stop in args.layers]
     where = record()
     rows = [{"pair": args.name, **row, **where} for row in inputs_of(profile, blocks)]

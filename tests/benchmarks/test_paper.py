@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from benchmarks.harness.record import read_numbers
 from benchmarks.paper.dilemma import played
 from benchmarks.paper.questions import WAYS, answered
 from benchmarks.paper.stories import stories_of
@@ -104,3 +108,14 @@ def test_stories_have_a_winner_and_some_of_their_words() -> None:
     written = {key: str(value) for key, value in row.items()} | {"judge": "j", "may_tie": "True"}
     (_, _, line) = TABLES["paper_stories"].markdown([written]).splitlines()
     assert line == "| j | 1 | 100.0 | 50.0 | 0.0 | 0.0 | 100.0 | 100.0 | 100.0 | +0.50 |"
+
+
+@pytest.mark.parametrize("content", [None, "[]", '{"judge": "small"}', "judged"])
+def test_a_folder_that_a_command_did_not_write_is_refused(
+    tmp_path: Path, content: str | None
+) -> None:
+    file = tmp_path / "judged.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit, match=r"judged\.json: .*vllm-choreo judge"):
+        read_numbers(file, "vllm-choreo judge", "judge", "may_tie")

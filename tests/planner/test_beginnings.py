@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.planner import Msg, build, invoke, naive, ops
 from vllm_choreo.planner.execute.read import SharedMessages, reading
 from vllm_choreo.planner.logical.graph import CompiledGraph
@@ -76,6 +77,21 @@ def test_where_tokens_are_not_known_turns_stay_whole() -> None:
     assert list(invoke(compiled, facade)) == naive(compiled, DigestFacade("baseline"))
     given = "".join(said.text for said in facade.calls)
     assert given.count("Anna owns") == 2 * len(CONTEXTS) * len(QUESTIONS)
+
+
+class _Behind(AsyncDigestFacade):
+    """A client of a server whose proxy does not pass on `/tokenize`."""
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:  # type: ignore[override]
+        raise ChoreoError("no such path")
+
+
+def test_who_cannot_ask_for_tokens_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = _compiled()
+    assert list(invoke(compiled, _Behind())) == naive(compiled, DigestFacade("baseline"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Tokens are not told, so exact plans encode more: no such path"
+    ]
 
 
 class _Tokenizing(DigestFacade):

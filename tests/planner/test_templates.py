@@ -13,6 +13,7 @@ from vllm_choreo.chat.turns import ChatTurns, turns_of_tokenizer
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.planner import AnswerCache, Msg, Planner, Template, build, invoke, naive, ops
 from vllm_choreo.planner.logical.graph import Graph
+from vllm_choreo.planner.workers.server import served_turns
 
 SYSTEM = "You are brief, and you never say what you do not know. " * 3
 QUESTIONS = ["Who?", "Where was it?", "Who?"]
@@ -83,3 +84,9 @@ def test_turns_of_tools_are_written_in_chatml_alone() -> None:
     planner = Planner(TemplatedFacade(turns_of_tokenizer(tokenizer_of("llama3"))))
     with pytest.raises(ChoreoError, match=r"give the text to the user.*role='?tool"):
         planner.invoke(compiled)
+
+
+def test_a_server_that_does_not_tell_its_turns_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert served_turns("http://127.0.0.1:9", None) is None
+    (record,) = caplog.records
+    assert "ChatML" in record.getMessage() and "http://127.0.0.1:9" in record.getMessage()

@@ -81,6 +81,7 @@ def test_messages_and_what_is_told_of_them(c: ChoreoClient) -> None:
     assert (doc.id, doc.text, doc.position) == (f"{c.session}/doc", SHED, 0)
     assert doc.num_tokens == len(doc.token_ids) == doc.usage.encoded_tokens > 10
     assert doc.usage.exact and doc.finish_reason is None and not doc.generated_token_ids
+    assert c.tokenize(SHED) == doc.token_ids
     assert answer.text == "The door is" + answer.generated_text
     assert len(answer.generated_token_ids) == 6 and answer.finish_reason == "length"
     assert answer.position == 100 and not answer.usage.exact

@@ -44,7 +44,7 @@ def test_the_methods_as_coroutines(server: Server) -> None:
         await c.evict(clean)
         await c.unpin(doc)
         await c.free(*answers)
-        assert (await c.message("doc")).token_ids == doc.token_ids
+        assert (await c.message("doc")).token_ids == doc.token_ids == await c.tokenize(SHED)
         assert (await c.stats())["messages"] == 2
         with pytest.raises(NameTakenError):
             await c.prefill("x", save_as="doc")

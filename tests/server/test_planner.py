@@ -63,6 +63,31 @@ def test_exact_plans_on_servers(server: Server) -> None:
     assert planned.stats.num_shared > 0 and all(lane.answer.exact for lane in planned.stats.lanes)
 
 
+def one_context() -> CompiledGraph:
+    """Two questions about one context, and a second turn of each."""
+    context = "Snow is white, grass is green and blood is red, wherever one looks. " * 4
+    asked = Msg("user", ops.fmt("{}\n\nQuestion: {}", context, ops.placeholder("q")))
+    answer = ops.llm([ROLE, asked], sampling=GREEDY)
+    more = [ROLE, asked, Msg("assistant", answer), Msg("user", "Are you sure?")]
+    return build({"answer": answer, "again": ops.llm(more, sampling=GREEDY)}).compile(
+        q=["What colour is snow?", "Is grass red, or is it not?"]
+    )
+
+
+def test_servers_tell_tokens_so_that_exact_plans_encode_once(server: Server) -> None:
+    """The context, and what was asked and answered before."""
+
+    async def results(mode: str, *without: str) -> Any:
+        async with _workers(server, 1, mode=mode) as workers:
+            return await planner_without(workers, *without).ainvoke(one_context())
+
+    text = asyncio.run(results("baseline", *_PARTS))
+    planned = asyncio.run(results("choreo"))
+    assert list(planned) == list(text)
+    turn = min(lane.answer.num_prompt for lane in planned.stats.lanes)
+    assert planned.stats.num_encoded < 2 * turn, "of four prompts, two of them longer"
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_choreographed_plans_on_servers(server: Server, count: int) -> None:
     result = asyncio.run(run(server, count, semantics="choreo"))

@@ -202,6 +202,10 @@ class AsyncChoreoClient(AsyncCallMethods, ClientBase):
             result.generated_text[num_chars:], result.generated_token_ids[num_tokens:], result
         )
 
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """Ask for the token ids that a message of this text has: `ChoreoClient.tokenize`."""
+        return await self._exchange(exchanges.tokenizing(text))
+
     async def message(self, named: Named) -> Message:
         """Fetch a complete message from the server: `ChoreoClient.message`."""
         return await self._exchange(exchanges.fetching(await self.open(), named))

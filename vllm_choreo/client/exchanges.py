@@ -153,6 +153,13 @@ class Events:
                 yield json.loads(value)
 
 
+def tokenizing(text: str) -> Exchange[tuple[int, ...]]:
+    """Ask for the tokens of a text, at vLLM's own path; no special tokens are added."""
+    body = {"prompt": text, "add_special_tokens": False}
+    request = Request("POST", "/tokenize", json_of(body, "text"))
+    return Exchange(request, lambda answer, _: tuple(answer["tokens"]))
+
+
 # -- messages ------------------------------------------------------------------------------------
 
 

@@ -73,6 +73,10 @@ class ChoreoClient(CallMethods, ClientBase):
         """Encode a message anew with other parents: `Choreography.reencode`."""
         return self._run(asked_copy(message, options, self._denied))
 
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Ask for the token ids that a message of this text has; no special tokens are added."""
+        return self._exchange(exchanges.tokenizing(text))
+
     def message(self, named: Named) -> Message:
         """Fetch a complete message; its `metrics.submitted` is 0, for it is not the client's."""
         return self._exchange(exchanges.fetching(self._session, named))

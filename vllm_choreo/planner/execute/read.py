@@ -116,9 +116,8 @@ async def is_retold(worker: Worker, opening: str, answer: Answer, rest: str) -> 
     `opening` is that of the answer's turn: before it, texts are tokenised apart as together. If the
     tokens differ, or are not known, a call may not read the message in place of the text.
     """
-    before, after, whole = [
-        await worker.tokenize(text) for text in (opening, rest, opening + answer.text + rest)
-    ]
+    texts = (opening, rest, opening + answer.text + rest)
+    before, after, whole = await asyncio.gather(*map(worker.tokenize, texts))
     if before is None or after is None:
         return False
     return (*before, *answer.token_ids, *after) == whole
@@ -243,7 +242,7 @@ class SharedMessages:
 
     async def _ends_tokens(self, texts: Sequence[str]) -> bool:
         """Return whether texts, as one, have the tokens that they have one by one."""
-        found = [await self.worker.tokenize(text) for text in ("".join(texts), *texts)]
+        found = await asyncio.gather(*map(self.worker.tokenize, ("".join(texts), *texts)))
         whole, *apart = [tokens or () for tokens in found]
         return found[0] is not None and whole == tuple(itertools.chain(*apart))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from uuid import uuid4
 
 from vllm_choreo.api.parallel import results_of
 from vllm_choreo.api.protocol import AsyncFacade, Facade
-from vllm_choreo.errors import UnknownKeptError
+from vllm_choreo.errors import ChoreoError, UnknownKeptError
 from vllm_choreo.planner.errors import GraphError
 from vllm_choreo.planner.logical.values import PromptTurns
 from vllm_choreo.planner.workers.worker import (
@@ -33,6 +34,8 @@ from vllm_choreo.semantics.message import Message
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+
+_LOGGER = logging.getLogger(__name__)
 
 AnyFacade = Facade | AsyncFacade
 
@@ -88,6 +91,7 @@ class FacadeWorker:
         self._is_async = inspect.iscoroutinefunction(facade.decode)
         self._waiting: list[_Asked] = []
         self._wave: asyncio.Task[None] | None = None
+        self._tells_tokens = True
 
     @property
     def identity(self) -> dict[str, str] | None:
@@ -134,7 +138,17 @@ class FacadeWorker:
     async def tokenize(self, text: str) -> tuple[int, ...] | None:
         """Return the tokens of a text; None: they are not known here."""
         tokenize = getattr(self._facade, "tokenize", None)
-        return None if tokenize is None else tokenize(text)
+        if tokenize is None:
+            return None
+        try:
+            found = tokenize(text)
+            tokens: tuple[int, ...] = await found if inspect.isawaitable(found) else found
+        except ChoreoError as error:  # of a server whose proxy passes on only some paths
+            if self._tells_tokens:
+                _LOGGER.warning("Tokens are not told, so exact plans encode more: %s", error)
+            self._tells_tokens = False
+            return None
+        return tokens
 
     async def give(self, message: HeldMessage) -> dict[str, bytes]:
         """Return a message as files, with keys and values; see docs/keep.md."""

@@ -8,7 +8,7 @@ async with server_workers(["http://one:8000", "http://two:8000"], api_key="secre
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -18,6 +18,8 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.planner.logical.values import PromptTurns
 from vllm_choreo.planner.workers.facade import FacadeWorker
 from vllm_choreo.planner.workers.worker import DEFAULT_WIDTH
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -45,12 +47,14 @@ async def server_workers(
             await stack.enter_async_context(AsyncChoreoClient(url, api_key=api_key, **options))
             for url in urls
         ]
-        turns = await asyncio.to_thread(_turns, urls[0], api_key) if urls else None
+        turns = await asyncio.to_thread(served_turns, urls[0], api_key) if urls else None
         yield [FacadeWorker(client, width=width, model=model, turns=turns) for client in clients]
 
 
-def _turns(url: str, api_key: str | None) -> PromptTurns | None:
-    """Texts around the turns of a server's model; None: it has no template that writes turns."""
-    with contextlib.suppress(ChoreoError):
+def served_turns(url: str, api_key: str | None) -> PromptTurns | None:
+    """Texts around the turns of a server's model; None: it tells none, of which the log is told."""
+    try:
         return turns_of_server(url, api_key)
-    return None
+    except ChoreoError as error:
+        _LOGGER.warning("Prompts are in ChatML unless you give a template=: %s", error)
+        return None
