@@ -51,6 +51,18 @@ def test_a_context_of_several_questions_is_encoded_once(facade_type: Any) -> Non
     assert {said.mode for said in facade.decodes} == {"exact"}
 
 
+@pytest.mark.parametrize("semantics", ["exact", "choreo"])
+def test_inputs_that_begin_alike_are_encoded_once(semantics: str) -> None:
+    answer = ops.llm([SYSTEM, Msg("user", ops.placeholder("asked"))])
+    pairs = itertools.product(CONTEXTS, QUESTIONS)
+    compiled = build([answer]).compile(asked=[f"{context}\n\n{text}" for context, text in pairs])
+    facade = DigestFacade()
+    result = invoke(compiled, facade, semantics=semantics)
+    assert list(result) == naive(compiled, DigestFacade("baseline"))
+    given = "".join(said.text for said in facade.calls)
+    assert given.count("Anna owns") == given.count("so it is said.") == 1
+
+
 class _Merging(DigestFacade):
     """A facade whose tokenizer makes one token of what stands around a question's beginning."""
 

@@ -225,8 +225,6 @@ class Execution:
         pieces.append(self._told(last))  # the header, even where it is an answer
         cuts = [cut - start for cut in self.plan.cuts.at.get(call, ()) if cut >= start]
         read = reading(pieces, cuts, before)
-        if self.plan.target.semantics != "exact":
-            return read
         return await self._readers[worker].drop_inexact_links(
             read, self.plan.target.turns.ends_turn
         )

@@ -8,8 +8,8 @@ r"""Division of a prompt for one call: parents that are read as messages, and a 
     symbols   [all that an earlier call has read] <its answer> [next turn, opening]
     exact     \___ its parents, its message _______________/  header
 
-A chain is exact: each link is encoded with all before it, and ends where a tokenizer ends a token,
-too. Text beside messages is encoded alone if
+A chain is exact: each link is encoded with all before it, and ends where the text as a whole has a
+token's end. Text beside messages is encoded alone if
 other calls have the same, else with all that stands before it. Text that is to be read as a message
 (an input, an answer from a cache or of another worker) is encoded alone, too, once for all calls
 that read it.
@@ -224,21 +224,26 @@ class SharedMessages:
         """Leave out the links of a chain that end where the text, as a whole, has no token's end.
 
         Args:
-            read: a call's prompt, without parts.
+            read: a call's prompt.
             ends_turn: whether a text ends a turn, where texts are tokenised apart as together.
         """
-        if not self.worker.reads_messages:
+        if not read.chain or not self.worker.reads_messages:
             return read
+        behind = (*read.parts, read.header)
         texts: list[str] = []
         start = 0  # of the turn, among texts
-        for link in (*read.chain, read.header):
+        for link in (*read.chain, behind[0]):
+            if not isinstance(link, str):  # a message, whose tokens are those that it has
+                return replace(read, chain=tuple(texts))
             if texts and ends_turn(texts[-1]):
                 start = len(texts)
             text = link
             while len(texts) > start and not await self._ends_tokens([*texts[start:], text]):
                 text = texts.pop() + text
             texts.append(text)
-        return replace(read, chain=tuple(texts[:-1]), header=texts[-1])
+        *parts, header = (texts.pop(), *behind[1:])
+        assert isinstance(header, str), "a prompt ends with text"
+        return replace(read, chain=tuple(texts), parts=tuple(parts), header=header)
 
     async def _ends_tokens(self, texts: Sequence[str]) -> bool:
         """Return whether texts, as one, have the tokens that they have one by one."""

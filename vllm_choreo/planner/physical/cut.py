@@ -17,12 +17,11 @@ def cut(plan: Plan) -> Plan:
     """Find where prompts are cut, so that their prefixes are shared.
 
     Cuts lie inside turns, too, where texts that are tokenised apart may not have the tokens that
-    they have together: the run of an exact plan leaves such cuts out, see
-    `SharedMessages.drop_inexact_links`.
+    they have together: a run leaves such cuts out, see `SharedMessages.drop_inexact_links`.
     """
     static = _static(plan.operators.values(), plan.target.turns.ends_turn)
     beginnings = {chain[: i + 1] for chain in static for i in range(len(chain))}
-    prompts = _split_texts(plan, beginnings) if plan.target.semantics == "exact" else plan.prompts
+    prompts = _split_texts(plan, beginnings)
     ids: dict[tuple[int, Symbol], int] = {}
     counts: dict[int, int] = {}
     paths: dict[int, list[int]] = {}
