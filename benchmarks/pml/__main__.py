@@ -5,7 +5,7 @@
     python -m benchmarks.pml --data FILE [--model MODEL]
 
 With `--data` documents and questions are those of files of MuSiQue, HotpotQA, LongBench or
-NaturalQuestions, one JSON object a line; without, they are generated.
+NaturalQuestions, one JSON object a line, and rows of other files stay; without, they are generated.
 One engine; the sides take turns. Whoever runs as text empties the prefix cache before.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.engine import start_choreo_engine
-from benchmarks.harness.record import read_csv, record, write_csv
+from benchmarks.harness.record import read_csv, record, rows_of_others, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.pml import answers, first_token
 from benchmarks.pml.bars import bar_reached
@@ -52,14 +52,21 @@ def main() -> int:
     )
     problems = [problem for path in args.data for problem in load_jsonl(path)]
     ending = FILES if args.data else ""  # what files say stands beside what is generated
+    names = [path.stem for path in args.data]
+    about = {"data": ", ".join(names)} if names else {}
     rows = []
     for tokens in args.documents:
         texts = first_token.real_texts(llm.get_tokenizer(), problems, tokens) if problems else ()
         rows += first_token.measure(llm, tokens, args.in_flight, args.turns, texts)
+    where = record()
     if rows:
-        write_csv(FIRST_TOKEN + ending, rows, **record())
+        name = FIRST_TOKEN + ending
+        others = rows_of_others(name, **about) if about else []
+        write_csv(name, [*others, *({**about, **row, **where} for row in rows)])
     if args.limit:
-        write_csv(ANSWERS + ending, _answers(llm, args), **record())
+        name = ANSWERS + ending
+        others = [row for row in read_csv(name) if row["task"] not in names] if names else []
+        write_csv(name, [*others, *({**row, **where} for row in _answers(llm, args))])
     print(as_text(TABLES.values()))
     return int(not args.data and not bar_reached(read_csv("pml_first_token")))
 

@@ -33,7 +33,9 @@ _ANSWERS = Table(
 TABLES = {
     FIRST_TOKEN: _FIRST_TOKEN,
     ANSWERS: _ANSWERS,
-    FIRST_TOKEN + FILES: _FIRST_TOKEN._replace(file=FIRST_TOKEN + FILES),
+    FIRST_TOKEN + FILES: _FIRST_TOKEN._replace(
+        file=FIRST_TOKEN + FILES, lines={"documents of": "data", **_FIRST_TOKEN.lines}
+    ),
     ANSWERS + FILES: _ANSWERS._replace(file=ANSWERS + FILES),
     MEMORY: Table(
         MEMORY,

@@ -10,7 +10,8 @@ Each question's answers are generated once without choreography, then replayed, 
 every side in turn: see `benchmarks.harness.sides`. `--full` has answers as long as those of the
 paper's Table 5; the bars count there alone, for what a call saves grows with what it need not
 encode again. Several lengths (`--answer-tokens 100 200 400`) are the questions' in turn, for the
-gains end to end against tokens generated (the paper's Figure 7), in a file of their own.
+gains end to end against tokens generated (the paper's Figure 7), in a file of their own. `--add`
+asks so many further questions, and rows of those before them stay.
 `--processes` is the check against stock vLLM, in processes of their own.
 """
 
@@ -20,13 +21,13 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.cost_model import CostModel
-from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.harness.sides import (
     IN_PROCESSES,
     WORKFLOWS,
@@ -51,21 +52,23 @@ def main() -> int:
     args = _arguments()
     by_length = len(args.answer_tokens) > 1
     name = CHECK if args.processes else LENGTHS if by_length else DECIDED
+    asked = asked_problems(args, read_csv(name) if args.add else [])
+    runs: list[Mapping[str, Any]] = [*read_csv(name)] if args.add else []
+    steps: list[Mapping[str, Any]] = [*read_csv(f"{name}_steps")] if args.add else []
+    where = record()
     tasks: list[tuple[str, Path]] = []
-    runs: list[dict[str, Any]] = []
-    steps: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, sides in passes(args.sides, args.passes, ROOM, args.processes):
             if not tasks:
-                tasks = _record(_baseline(sides), Path(folder), args)
+                tasks = _record(_baseline(sides), Path(folder), asked, args.verdict_tokens)
             if number == 1 or args.processes:
                 for side in sides:  # what is done once only shall not be timed
                     side.replay(tasks[0][1])
                 found = _steps(sides, number)
-                steps += found
-            runs += _pass(sides, tasks, number, CostModel(found))
-            write_csv(name, runs, **record())
-            write_csv(f"{name}_steps", steps, **record())
+                steps += [{**row, **where} for row in found]
+            runs += [{**row, **where} for row in _pass(sides, tasks, number, CostModel(found))]
+            write_csv(name, runs)
+            write_csv(f"{name}_steps", steps)
     if by_length:
         draw(runs, name)
     print(as_text([TABLES[name]]))
@@ -78,6 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="lengths as in the paper; an hour")
     parser.add_argument("--processes", action="store_true", help="the check against stock vLLM")
     parser.add_argument("--questions", type=int, default=2)
+    parser.add_argument("--add", action="store_true", help="to the questions of the results")
     parser.add_argument("--passes", type=int, help="6; with --processes: 2")
     parser.add_argument("--data", type=Path, help="JSON lines with questions; default: generated")
     parser.add_argument("--answer-tokens", type=int, nargs="+", default=[64])
@@ -93,17 +97,18 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _record(side: Side, folder: Path, args: argparse.Namespace) -> list[tuple[str, Path]]:
+def _record(
+    side: Side, folder: Path, asked: Sequence[tuple[Problem, int]], verdict_tokens: int
+) -> list[tuple[str, Path]]:
     """Transcripts of every workflow on every question: (id of the question, file)."""
-    problems = _problems(args)
     verdicts = {"tree_of_thoughts": "vote_params", "iterative_debate": "verdict_params"}
     tasks: list[tuple[str, Path]] = []
-    for problem, length in zip(problems, cycle(args.answer_tokens), strict=False):
+    for problem, length in asked:
         for workflow in WORKFLOWS:
             path = folder / f"{len(tasks)}.json"
             lengths = {"sampling_params": length}
             if workflow in verdicts:
-                lengths[verdicts[workflow]] = args.verdict_tokens
+                lengths[verdicts[workflow]] = verdict_tokens
             inputs = {"question": problem.question + ADVICE}
             side.ask("record", workflow=workflow, inputs=inputs, lengths=lengths, path=str(path))
             tasks.append((problem.id, path))
@@ -111,12 +116,33 @@ def _record(side: Side, folder: Path, args: argparse.Namespace) -> list[tuple[st
     return tasks
 
 
-def _problems(args: argparse.Namespace) -> list[Problem]:
+def asked_problems(
+    args: argparse.Namespace, known: Sequence[Mapping[str, str]]
+) -> list[tuple[Problem, int]]:
+    """Problems, each with the tokens of its answers, behind those of known rows.
+
+    Raises:
+        SystemExit: the known rows are of other questions.
+    """
+    before = list(dict.fromkeys(row["question"] for row in known))
+    problems = _problems(args, len(before) + args.questions)
+    if before != [problem.id for problem in problems[: len(before)]]:
+        raise SystemExit("--add: the results are of other questions; leave it out to replace them")
+    found = list(zip(problems, cycle(args.answer_tokens), strict=False))[len(before) :]
+    lengths = {row["longest_answer"] for row in known} - {str(n) for n in args.answer_tokens}
+    if lengths:
+        told = ", ".join(sorted(lengths))
+        raise SystemExit(f"--add: the results have answers of {told} tokens, too; name all lengths")
+    return found
+
+
+def _problems(args: argparse.Namespace, number: int) -> list[Problem]:
+    """The first problems of the data."""
     if args.data:
-        return load_jsonl(args.data, args.questions)
-    count = (args.questions + 1) // 2
+        return load_jsonl(args.data, number)
+    count = (number + 1) // 2
     pairs = zip(algebra(count), counting(count), strict=True)
-    return [problem for pair in pairs for problem in pair][: args.questions]
+    return [problem for pair in pairs for problem in pair][:number]
 
 
 def _baseline(sides: Sequence[Side]) -> Side:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from benchmarks.harness.cost_model import CostModel
+from benchmarks.workflows.__main__ import asked_problems
 from benchmarks.workflows.picture import points
 from tests.lab.notes import Notes
 from vllm_choreo.lab.record.replay import Replay
@@ -52,6 +55,20 @@ def test_a_point_of_the_picture_is_a_question_over_all_passes() -> None:
     ]
     assert points(rows, "tree of thoughts") == [(100, 1.5), (400, 3.0)]
     assert points(rows, "debate") == []
+
+
+def test_questions_are_added_behind_those_of_the_results() -> None:
+    args = argparse.Namespace(data=None, questions=3, answer_tokens=[64, 128])
+    first = asked_problems(args, [])
+    assert [length for _, length in first] == [64, 128, 64]
+    known = [
+        {"question": problem.id, "longest_answer": str(length)} for problem, length in first[:1] * 3
+    ]
+    assert asked_problems(args, known)[:2] == first[1:]
+    with pytest.raises(SystemExit, match="of other questions"):
+        asked_problems(args, [{**known[0], "question": "algebra/7/7"}])
+    with pytest.raises(SystemExit, match="of 256 tokens, too"):
+        asked_problems(args, [{**known[0], "longest_answer": "256"}])
 
 
 def model(*points: tuple[int, float]) -> CostModel:
