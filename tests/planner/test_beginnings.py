@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.planner import Msg, build, invoke, naive, ops
-from vllm_choreo.planner.execute.read import SharedMessages, reading
+from vllm_choreo.planner.execute import shared_messages
+from vllm_choreo.planner.execute.read import drop_inexact_links, reading
 from vllm_choreo.planner.logical.graph import CompiledGraph
 from vllm_choreo.planner.workers.facade import FacadeWorker
 from vllm_choreo.testing.models.embedded import embedded_model
@@ -61,6 +62,38 @@ def test_inputs_that_begin_alike_are_encoded_once(semantics: str) -> None:
     assert list(result) == naive(compiled, DigestFacade("baseline"))
     given = "".join(said.text for said in facade.calls)
     assert given.count("Anna owns") == given.count("so it is said.") == 1
+
+
+class _Counting(AsyncDigestFacade):
+    """A facade that counts what it holds."""
+
+    most = 0
+
+    async def prefill(self, tokens: Any, **options: Any) -> Any:  # type: ignore[override]
+        found = await super().prefill(tokens, **options)
+        self.most = max(self.most, len(self.calls) - len(self.freed))
+        return found
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_beginnings_that_nobody_reads_are_freed_before_the_end(
+    monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    monkeypatch.setattr(shared_messages, "MAX_SHARED", 10)
+    contexts = [f"Of place {i} all is told: " + f"{i} houses, " * 20 for i in range(120)]
+    said = [SYSTEM, Msg("user", ops.placeholder("asked"))]
+    answers = [ops.llm(said)]
+    if turns == 2:
+        said += [Msg("assistant", answers[0]), Msg("user", "Are you sure?")]
+        answers.append(ops.llm(said))
+    compiled = build(answers).compile(asked=[f"{c}{q}" for c in contexts for q in QUESTIONS])
+    facade = _Counting()
+    assert list(invoke(compiled, facade)) == naive(compiled, DigestFacade("baseline"))
+    given = "".join(said.text for said in facade.calls)
+    assert all(given.count(f"Of place {i} all") == 1 for i in range(120)), "none is encoded twice"
+    assert facade.most < 120 or turns == 2, "a chat goes on from what it has read"
+    held = len(facade.calls) - len(facade.freed | facade.pinned)
+    assert held == 0
 
 
 class _Merging(DigestFacade):
@@ -131,8 +164,8 @@ def test_links_have_the_tokens_of_the_whole_text(text: str, at: list[int], turn:
     ends = sorted({place for place in at if place < len(text)})
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *ends, len(text)])]
     read = reading(pieces, range(len(ends)))
-    reader = SharedMessages(FacadeWorker(_FACADE))
-    found = asyncio.run(reader.drop_inexact_links(read, lambda text: text.endswith(closing)))
+    worker = FacadeWorker(_FACADE)
+    found = asyncio.run(drop_inexact_links(worker, read, lambda text: text.endswith(closing)))
     links = [*found.chain, found.header]
     assert "".join(links) == text
     apart = tuple(itertools.chain(*map(_FACADE.tokenize, links)))

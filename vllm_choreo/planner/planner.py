@@ -16,9 +16,9 @@ from vllm_choreo.planner.execute.execution import Execution
 from vllm_choreo.planner.execute.journal import Journal
 from vllm_choreo.planner.execute.lanes import lanes_page
 from vllm_choreo.planner.execute.progress import Progress
-from vllm_choreo.planner.execute.read import SharedMessages
 from vllm_choreo.planner.execute.retry import Retry
 from vllm_choreo.planner.execute.run_stats import RunStats
+from vllm_choreo.planner.execute.shared_messages import SharedMessages
 from vllm_choreo.planner.logical.fetch import fetch
 from vllm_choreo.planner.logical.graph import CompiledGraph, Graph
 from vllm_choreo.planner.logical.nodes import Value

@@ -17,8 +17,8 @@ from vllm_choreo.planner.execute.read import (
     Key,
     Part,
     Reading,
-    SharedMessages,
     Told,
+    drop_inexact_links,
     is_retold,
     reading,
     repeated,
@@ -26,6 +26,7 @@ from vllm_choreo.planner.execute.read import (
 from vllm_choreo.planner.execute.ready import ReadyCalls
 from vllm_choreo.planner.execute.retry import MESSAGES_GONE, Retry
 from vllm_choreo.planner.execute.run_stats import Lane, RunStats
+from vllm_choreo.planner.execute.shared_messages import SharedMessages
 from vllm_choreo.planner.logical.nodes import Node, Value
 from vllm_choreo.planner.logical.values import Functions, as_text, failed
 from vllm_choreo.planner.physical.radix import Symbol
@@ -68,7 +69,9 @@ class Execution:
         self._ready = [ReadyCalls(plan, number) for number in range(len(workers))]
         self._running: dict[asyncio.Task[None], int] = {}
         self._counts = [0] * len(workers)
-        self._answers = HeldAnswers(plan, workers)
+        self._answers = HeldAnswers(
+            plan, workers, lambda worker, answer: readers[worker].release(answer)
+        )
         self._equal: dict[str, int] = {}  # the first call of a deterministic prompt
         self._followers: dict[int, list[int]] = {}
         self._waiting = [len(set(outputs.values())) for outputs in plan.outputs]
@@ -224,10 +227,8 @@ class Execution:
                 pieces.append(self._told(symbol))
         pieces.append(self._told(last))  # the header, even where it is an answer
         cuts = [cut - start for cut in self.plan.cuts.at.get(call, ()) if cut >= start]
-        read = reading(pieces, cuts, before)
-        return await self._readers[worker].drop_inexact_links(
-            read, self.plan.target.turns.ends_turn
-        )
+        read, turns = reading(pieces, cuts, before), self.plan.target.turns
+        return await drop_inexact_links(self.workers[worker], read, turns.ends_turn)
 
     async def _before(self, call: int, worker: int) -> Answer | None:
         """Answer that the call's prompt continues, if the worker can read its message so."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_choreo.planner.execute.retry import MESSAGES_GONE
 from vllm_choreo.planner.execute.transfer import Moves
@@ -19,10 +19,13 @@ class HeldAnswers:
     Args:
         plan: calls, and the queries that need them.
         workers: holders of the messages.
+        on_free: is told the worker and the answer, of each that is freed with its query.
     """
 
-    def __init__(self, plan: Plan, workers: Sequence[Worker]) -> None:
-        self._workers = workers
+    def __init__(
+        self, plan: Plan, workers: Sequence[Worker], on_free: Callable[[int, Answer], None]
+    ) -> None:
+        self._workers, self._on_free = workers, on_free
         self._moves = Moves(workers)
         self._held: dict[int, tuple[int, Answer]] = {}
         self._shared: set[int] = set()
@@ -78,6 +81,7 @@ class HeldAnswers:
         by_worker: dict[int, list[HeldMessage]] = {}
         for call in done:
             worker, answer = self._held.pop(call)
+            self._on_free(worker, answer)
             by_worker.setdefault(worker, []).extend(answer.messages())
         for worker, message in self._moves.pop(done):
             by_worker.setdefault(worker, []).append(message)

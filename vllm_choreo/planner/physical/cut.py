@@ -17,7 +17,7 @@ def cut(plan: Plan) -> Plan:
     """Find where prompts are cut, so that their prefixes are shared.
 
     Cuts lie inside turns, too, where texts that are tokenised apart may not have the tokens that
-    they have together: a run leaves such cuts out, see `SharedMessages.drop_inexact_links`.
+    they have together: a run leaves such cuts out, see `execute.read.drop_inexact_links`.
     """
     static = _static(plan.operators.values(), plan.target.turns.ends_turn)
     beginnings = {chain[: i + 1] for chain in static for i in range(len(chain))}
