@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -12,9 +13,11 @@ from typing import Any
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.planner.execute.read import Key, Part, Reading, Told
+from vllm_choreo.planner.execute.retry import MESSAGES_GONE
 from vllm_choreo.planner.workers.worker import Answer, HeldMessage, ReadMessage, Uri, Worker
 
 _LOGGER = logging.getLogger(__name__)
+
 # So many shared messages of a worker are kept for calls to come, beside those that are pinned: a
 # session holds some thousands (`max_messages_per_session`), and a batch may have more beginnings.
 MAX_SHARED = 1000
@@ -170,7 +173,9 @@ class SharedMessages:
         idle = [key for key in self._links if self._is_idle(key, first)][: MAX_SHARED // 2]
         for key in idle:
             del self._used[key]
-        await self.worker.free([self._links.pop(key).result() for key in idle])
+        freed = [self._links.pop(key).result() for key in idle]
+        with contextlib.suppress(*MESSAGES_GONE):  # then there is nothing to be freed
+            await self.worker.free(freed)
 
     def _is_idle(self, key: Hashable, first: int) -> bool:
         """Return whether no call reads a message.
