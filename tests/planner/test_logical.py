@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
 from tests.planner.graphs import RandomGraph, planner_without, tasks_of
 from vllm_choreo.planner import AnswerCache, Msg, Planner, build, invoke, naive, ops
+from vllm_choreo.planner.execute import shared_messages
 from vllm_choreo.planner.logical.graph import CompiledGraph
 
 
@@ -40,13 +43,19 @@ def test_rewriting_never_changes_an_output(
 
 
 @given(
-    seed=st.integers(0, 10**6), semantics=st.sampled_from(["exact", "choreo"]), turns=st.booleans()
+    seed=st.integers(0, 10**6),
+    semantics=st.sampled_from(["exact", "choreo"]),
+    turns=st.booleans(),
+    max_shared=st.sampled_from([1, 4, 1000]),
 )
-def test_answers_do_not_depend_on_how_calls_overlap(seed: int, semantics: str, turns: bool) -> None:
+def test_answers_do_not_depend_on_how_calls_overlap(
+    seed: int, semantics: str, turns: bool, max_shared: int
+) -> None:
     compiled = RandomGraph(seed, num_ops=25, turns=turns).compile(4)
     expected = naive(compiled, DigestFacade("baseline"))
     for facade in (DigestFacade("choreo"), AsyncDigestFacade("choreo")):
-        assert list(invoke(compiled, facade, semantics=semantics)) == expected
+        with patch.object(shared_messages, "MAX_SHARED", max_shared):
+            assert list(invoke(compiled, facade, semantics=semantics)) == expected
         # All but what is pinned is freed, and nothing twice.
         made = {f"digest/{number}" for number in range(len(facade.calls))}
         assert made - facade.freed == facade.pinned
