@@ -26,6 +26,7 @@ from vllm_choreo.lab.problems import load_jsonl
 
 # Beside the document: an instruction, a question, a token, and padding to whole blocks.
 ROOM_TOKENS = 192
+MAX_MODEL_LEN = 8192
 
 
 def main() -> int:
@@ -41,10 +42,12 @@ def main() -> int:
     if max(args.in_flight) > first_token.NUM_ROLES:
         parser.error(f"there are instructions for {first_token.NUM_ROLES} prompts")
     longest = max([2048, *(tokens + ROOM_TOKENS for tokens in args.documents)])
+    if args.data:
+        longest = MAX_MODEL_LEN  # its questions have documents of their own
     settings = {"choreo": {"host_memory_gib": first_token.HOST_GIB}}
     llm = start_choreo_engine(
         4,
-        max_model_len=min(longest, 8192),
+        max_model_len=min(longest, MAX_MODEL_LEN),
         max_num_seqs=64,
         max_num_batched_tokens=2048,
         additional_config=settings,
