@@ -42,8 +42,8 @@ def main() -> int:
     if max(args.in_flight) > first_token.NUM_ROLES:
         parser.error(f"there are instructions for {first_token.NUM_ROLES} prompts")
     longest = max([2048, *(tokens + ROOM_TOKENS for tokens in args.documents)])
-    if args.data:
-        longest = MAX_MODEL_LEN  # its questions have documents of their own
+    if args.data:  # whose questions have documents of their own
+        longest = MAX_MODEL_LEN
     settings = {"choreo": {"host_memory_gib": first_token.HOST_GIB}}
     llm = start_choreo_engine(
         4,

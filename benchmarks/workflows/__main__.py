@@ -52,9 +52,10 @@ def main() -> int:
     args = _arguments()
     by_length = len(args.answer_tokens) > 1
     name = CHECK if args.processes else LENGTHS if by_length else DECIDED
-    asked = asked_problems(args, read_csv(name) if args.add else [])
-    runs: list[Mapping[str, Any]] = [*read_csv(name)] if args.add else []
-    steps: list[Mapping[str, Any]] = [*read_csv(f"{name}_steps")] if args.add else []
+    known, known_steps = (read_csv(f"{name}{end}") if args.add else [] for end in ("", "_steps"))
+    asked = asked_problems(args, known)
+    runs: list[Mapping[str, Any]] = [*known]
+    steps: list[Mapping[str, Any]] = [*known_steps]
     where = record()
     tasks: list[tuple[str, Path]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -42,7 +42,8 @@ ROOT = Path(__file__).parents[2]
 POOL = {"num_gpu_blocks_override": 31, "max_model_len": 640}
 
 
-def _params(num_tokens: int = 6) -> Any:
+def params(num_tokens: int = 6) -> Any:
+    """Greedy sampling of so many tokens, with two log-probabilities of each."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -78,7 +79,7 @@ def _answers(c: Choreography) -> list[Any]:
         {"parents": ["repaired", "plan"]},
     ]
     # One by one: what runs beside a call changes how its sums are rounded.
-    answers = [c.decode([5, 6, 7], **call, sampling_params=_params()) for call in calls]
+    answers = [c.decode([5, 6, 7], **call, sampling_params=params()) for call in calls]
     said = [
         (a.generated_token_ids, [[(t, p.logprob) for t, p in at.items()] for at in a.logprobs])
         for a in answers
@@ -86,6 +87,13 @@ def _answers(c: Choreography) -> list[Any]:
     assert [a.usage.exact for a in answers] == [True, False, False, False, True, False]
     c.free(*answers)
     return said
+
+
+def said_by(c: Choreography, *parents: str, **options: Any) -> Any:
+    """Answer of a reader of these messages, freed."""
+    answer = c.decode([5, 6, 7], parents=parents, sampling_params=params(12), **options)
+    c.free(answer)
+    return answer
 
 
 def _totals(llm: Any) -> dict[str, int]:
@@ -106,7 +114,7 @@ def saved(
         secret = c.prefill(random_tokens(rng, 20), save_as="secret")
         doc = c.prefill(random_tokens(rng, 70), save_as="doc", role="document")
         plan = c.decode(
-            random_tokens(rng, 9), parents=[doc], sampling_params=_params(), save_as="plan"
+            random_tokens(rng, 9), parents=[doc], sampling_params=params(), save_as="plan"
         )
         c.prefill(random_tokens(rng, 33), parents=[doc, plan], save_as="next")
         alone = c.prefill(random_tokens(rng, 50), save_as="alone")
@@ -179,7 +187,7 @@ def test_traces_and_policies_go_with_messages(llm: Any, saved: Saved) -> None:
         assert c.provenance("next") == {c.message("doc").id, c.message("plan").id}
         assert c.provenance("told") == {secret}
         with pytest.raises(DeniedMessageError):
-            c.deny(secret).decode([5], parents=["told"], sampling_params=_params(1))
+            c.deny(secret).decode([5], parents=["told"], sampling_params=params(1))
         with pytest.raises(DeniedMessageError):
             c.deny(secret).save(["told"], saved.keys.with_name("denied"))
 
@@ -193,7 +201,7 @@ def test_eight_readers_share_one_copy_and_tenants_share_nothing(llm: Any, saved:
             c.load(saved.keys)
         assert _totals(llm)["num_blocks"] == one
         for c in sessions:
-            c.decode([5], parents=["doc", "next"], sampling_params=_params(1))
+            c.decode([5], parents=["doc", "next"], sampling_params=params(1))
         with Choreography(llm, tenant="other") as c:
             with pytest.raises(KeptError, match="another tenant's"):
                 c.load(saved.keys, on_mismatch="encode")
@@ -209,7 +217,7 @@ def test_more_than_the_pool_holds_lies_in_host_memory(llm: Any, saved: Saved) ->
         messages = c.load(saved.large)
         assert len(messages) == 24 and _totals(llm)["num_host_blocks_used"] >= 18
         for message in reversed(messages):
-            c.free(c.decode([5], parents=[message], sampling_params=_params(2)))
+            c.free(c.decode([5], parents=[message], sampling_params=params(2)))
         after = _totals(llm)
         again = "encoded_again_messages_total"
         assert after.get(again, 0) == before.get(again, 0)
@@ -286,7 +294,7 @@ def test_damaged_files_are_refused_by_name(
             c.load(folder)
         assert str(refusal.value.value).endswith(f"kept/{name}")
         assert c.stats()["num_messages"] == 0 and _totals(llm)["num_blocks"] == blocks
-        bystander.decode([5], parents=[kept], sampling_params=_params(1))
+        bystander.decode([5], parents=[kept], sampling_params=params(1))
         # Or the one message is encoded from its recipe, the others are as they were saved.
         c.load(folder, on_mismatch="encode")
         # All but one of six messages and two copies; none where the manifest is not signed.
@@ -357,123 +365,6 @@ def test_what_could_not_be_encoded_again_is_not_loaded(
         c.load(tmp_path)
 
 
-# -- whose files they are --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def forged(llm: Any, tmp_path: Path) -> Path:
-    """Two messages, under a manifest that has the keys and values of each for those of the other's;
-    all plain digests are right.
-    """
-    folder, rng = tmp_path / "forged", random.Random(4)
-    with Choreography(llm) as c:
-        c.prefill(random_tokens(rng, 64), save_as="one")
-        c.prefill(random_tokens(rng, 64), save_as="two")
-        c.save(None, folder, encodings=True)
-    kept = read_manifest(SnapshotFolder(folder))
-    one, two = kept["encodings"]
-    one["data"], two["data"] = two["data"], one["data"]
-    (folder / "manifest.json").write_bytes(manifest_bytes(kept))
-    return folder
-
-
-def _said(c: Choreography, *parents: str, **options: Any) -> Any:
-    answer = c.decode([5, 6, 7], parents=parents, sampling_params=_params(12), **options)
-    c.free(answer)
-    return answer
-
-
-def test_forged_keys_are_read_by_who_loads_them_alone(llm: Any, forged: Path) -> None:
-    with Choreography(llm) as honest:
-        texts = {m.id: m.token_ids for m in _loaded(llm, forged)}
-        for name, tokens in zip(("one", "two"), texts.values(), strict=True):
-            honest.prefill(tokens, save_as=name)
-        right = [_said(honest, name) for name in ("one", "two")]
-        assert not any(answer.usage.untrusted for answer in right)
-    with Choreography(llm) as c:
-        messages = c.load(forged)
-        assert all(m.usage.untrusted and not m.usage.exact for m in messages)
-        assert all(m["is_untrusted"] for m in c.stats()["messages"])
-        wrong = [_said(c, name) for name in ("one", "two")]
-        for answer, truth in zip(wrong, right, strict=True):
-            assert answer.generated_token_ids != truth.generated_token_ids, "they are forged"
-            assert answer.usage.untrusted and not answer.usage.exact
-            assert truth.usage.exact
-        # Whoever sends the same texts: here, in another session, and behind a message read here.
-        child = c.prefill([9] * 40, parents=["one"], save_as="child")
-        assert child.usage.untrusted and not child.usage.exact
-        for other in (c, Choreography(llm)):
-            again = other.prefill(messages[0].token_ids)
-            assert again.usage.reused_tokens == 0 and not again.usage.untrusted
-            behind = other.prefill([9] * 40, parents=[again])
-            assert behind.usage.reused_tokens == again.num_tokens, "its parent, and no more"
-            assert _said(other, again).generated_token_ids == right[0].generated_token_ids
-            other.free(again, behind)
-        other.close()
-        # The text alone is as good as anybody's.
-        exact = _said(c, "one", mode="exact")
-        assert exact.usage.exact and not exact.usage.untrusted
-        assert exact.generated_token_ids == right[0].generated_token_ids
-        clean = c.reencode("two")
-        assert not clean.usage.untrusted
-        assert _said(c, clean).generated_token_ids == right[1].generated_token_ids
-        # Evicted and encoded again it has its own keys and values; nobody can know that it has.
-        c.evict("one")
-        assert _said(c, "one").usage.untrusted
-
-
-def test_a_forged_header_that_never_closes_is_refused(llm: Any, forged: Path) -> None:
-    """JSON nested deeper than Python reads, under digests that are right."""
-    content = (50_000).to_bytes(8, "little") + b"[" * 50_000
-    kept = read_manifest(SnapshotFolder(forged))
-    data = kept["encodings"][0]["data"]
-    data |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (forged / data["file"]).write_bytes(content)
-    (forged / "manifest.json").write_bytes(manifest_bytes(kept))
-    with Choreography(llm) as c:
-        with pytest.raises(KeptError, match=data["file"]):
-            c.load(forged)
-        assert not c.stats()["messages"]
-        c.decode([5, 6], parents=[c.prefill([7] * 40)], sampling_params=_params(2))
-
-
-def _loaded(llm: Any, folder: Path) -> list[Any]:
-    with Choreography(llm) as c:
-        return c.load(folder)
-
-
-def test_who_saves_untrusted_messages_passes_that_on(
-    llm: Any, forged: Path, tmp_path: Path
-) -> None:
-    rng = random.Random(5)
-    with Choreography(llm) as c:
-        c.load(forged)
-        mine = c.prefill(random_tokens(rng, 30), save_as="mine")
-        c.prefill(random_tokens(rng, 30), parents=["one"], save_as="child")
-        c.save(None, tmp_path / "passed", encodings=True)
-    found = {m.id.partition("/")[2]: m for m in _loaded(llm, tmp_path / "passed")}
-    untrusted = {name for name, m in found.items() if m.usage.untrusted}
-    assert untrusted == {"one", "two", "child"} and found["mine"].token_ids == mine.token_ids
-
-
-def test_untrusted_keys_are_left_by_who_wants_none(
-    llm: Any, forged: Path, saved: Saved, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`on_mismatch="encode"` takes recipes alone, and so is a folder of recipes nothing to fear."""
-    with Choreography(llm) as c:
-        messages = c.load(forged, on_mismatch="encode")
-        assert c.stats()["num_resident"] == 0
-        answer = _said(c, "one")
-        assert not answer.usage.untrusted and answer.usage.exact
-        assert not any(m.usage.untrusted for m in messages)
-    other = saved.recipes.with_name("other.key")
-    other.write_text("k" * 32)
-    for folder, expected in ((saved.keys, True), (saved.recipes, False)):
-        with Choreography(llm) as c:
-            key = SnapshotFolder(folder, keep_key=other.read_bytes())
-            assert {m.usage.untrusted for m in c.load(key)} == {expected}
-
-
 # -- who comes between -----------------------------------------------------------------------------
 
 
@@ -533,7 +424,9 @@ def test_a_load_that_a_save_overtakes_begins_again(
         monkeypatch.setattr(SnapshotFolder, "reading", overtaken)
         (message,) = c.load(uri)
         assert message.id.partition("/")[2] == "third"
-        assert _said(c, "third").generated_token_ids == _said(writer, "third").generated_token_ids
+        assert (
+            said_by(c, "third").generated_token_ids == said_by(writer, "third").generated_token_ids
+        )
 
 
 # -- storage ---------------------------------------------------------------------------------------

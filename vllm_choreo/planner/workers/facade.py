@@ -91,7 +91,7 @@ class FacadeWorker:
         self._is_async = inspect.iscoroutinefunction(facade.decode)
         self._waiting: list[_Asked] = []
         self._wave: asyncio.Task[None] | None = None
-        self._tells_tokens = True
+        self._has_warned = False  # that no tokens are told
 
     @property
     def identity(self) -> dict[str, str] | None:
@@ -144,9 +144,9 @@ class FacadeWorker:
             found = tokenize(text)
             tokens: tuple[int, ...] = await found if inspect.isawaitable(found) else found
         except ChoreoError as error:  # of a server whose proxy passes on only some paths
-            if self._tells_tokens:
+            if not self._has_warned:
                 _LOGGER.warning("Tokens are not told, so exact plans encode more: %s", error)
-            self._tells_tokens = False
+            self._has_warned = True
             return None
         return tokens
 
